@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 import sys
-import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,18 @@ from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, packed_bits, tot
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.reporting.plots import pareto
-from kvcache_compress.eval.reporting.tables import MISSING, Table, tables
-from kvcache_compress.eval.runner.cells import Cell, read_cells
+from kvcache_compress.eval.reporting.plots import plot_pareto
+from kvcache_compress.eval.reporting.report import markdown_table
+from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, tables
+from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.eval.tuning.tune import Budget
 from kvcache_compress.validation import parse_size, size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COMPARISON = RESULTS / "smollm2"
-BUDGETS, TASKS = RESULTS / "budgets", RESULTS / "tasks"
-DISTORTION = RESULTS / "distortion.json"
-CPU = RESULTS / "cpu.json"
+TUNED = ROOT / "benchmarks" / "comparisons" / "tuned"
 LOSSES = ROOT / "configs" / "measured.json"
-README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
-PRESETS_PAGE, TUNING_PAGE, CPU_PAGE = (ROOT / "docs" / "guides" / f"{name}.md" for name in ("presets", "tune", "cpu"))
 LEADING = "wikitext"
-
-PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
-
-
 LADDER = {
     "hqq-4": "to compare: Transformers' `QuantizedCache`",
     "quanto-4": "to compare: the same with quanto",
@@ -56,254 +48,175 @@ BYTES = (
 """Models, sequences, tokens of each and budgets that the page on tuning shows."""
 SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4", "quanto-4")
 """Caches whose decode step on a CPU the README names."""
-LLAMA, CONTEXT = "llama-3.1-8b", 131_072
+LLAMA, CONTEXTS = "llama-3.1-8b", ("8K", "32K", "128K")
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
-CONTEXTS = ("8K", "32K", "128K")
 """Presets and contexts of the page on presets."""
 
 
-def headline(table: Table) -> str:
-    """Headline sentences of the README's first screen."""
-    cells = _cells(table, table.columns[0].name)
+def table_of(name: str) -> Table:
+    return tables(read_cells(RESULTS / f"{name}.jsonl"))[0]
+
+
+def source(name: str) -> str:
+    return f"[{name}.jsonl](../benchmarks/results/{name}.jsonl), which holds the commands"
+
+
+def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
+    return {row.cache: row.cells[benchmark] for row in table.rows if benchmark in row.cells}
+
+
+def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
+    """A figure made of a cell's scores."""
+    return MISSING if cell is None else "failed" if cell.error is not None else text(cell.scores)
+
+
+def losses_of(cell: Cell | None) -> list[str]:
+    mean = figure(cell, lambda scores: f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}")
+    return [mean, figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
+
+
+def llama_sizes(context: str) -> dict[str, float]:
+    """Bytes of the caches of Llama-3.1-8B, the full one's under ''."""
     layers, _, heads, dim = MODELS[LLAMA]
-    full = 2 * BF16_BYTES * layers * heads * dim * CONTEXT
-    sizes = {name: total_bytes(load_config(name), layers, heads, dim, CONTEXT) for name in ("best-3bit", "best-2bit")}
-    ours, peer = cells["best-3bit"], cells["hqq-4"]
+    tokens = parse_size(context, "context")
+    full = {"": 2 * BF16_BYTES * layers * heads * dim * tokens}
+    return full | {name: total_bytes(load_config(name), layers, heads, dim, tokens) for name in SIZED}
+
+
+def headline(budgets: Table) -> str:
+    """Sentences of the README's first screen."""
+    size = {name: f"{size / 2**30:.{1 if name else 0}f}" for name, size in llama_sizes("128K").items()}
+    kl = {name: f"{cell.score:.4f}" for name, cell in cells_of(budgets, "1k").items()}
     return (
-        f"At 128K tokens the key/value cache of Llama-3.1-8B takes {full / 2**30:.0f} GiB in bfloat16, more than its "
-        f"weights, and every decode step reads all of it; `best-3bit` keeps it in {sizes['best-3bit'] / 2**30:.1f} GiB "
-        f"and `best-2bit` in {sizes['best-2bit'] / 2**30:.1f}. The loss of `best-3bit`, measured on SmolLM2-135M over "
-        f"six kinds of text, is a KL divergence of {ours.score:.4f} nats per token, against {peer.score:.4f} for "
+        f"At 128K tokens the key/value cache of Llama-3.1-8B takes {size['']} GiB in bfloat16, more than its "
+        f"weights, and every decode step reads all of it; `best-3bit` keeps it in {size['best-3bit']} GiB "
+        f"and `best-2bit` in {size['best-2bit']}. The loss of `best-3bit`, measured on SmolLM2-135M over "
+        f"six kinds of text, is a KL divergence of {kl['best-3bit']} nats per token, against {kl['hqq-4']} for "
         f"Transformers' own 4-bit cache (hqq)."
     )
 
 
-def ladder(table: Table) -> str:
+def ladder(budgets: Table) -> str:
     """Table of a few caches and what to take them for."""
-    column = table.columns[0]
-    rows = {row.cache: row for row in table.rows}
-    lines = ["| cache | bits | KL | 99.9 % | take it for |", "|---|---:|---:|---:|---|"]
-    for name, purpose in LADDER.items():
-        loss = " | ".join(_losses(rows[name].cells.get(column.name)))
-        lines.append(
-            f"| {name.partition('@')[0]} | {table.bits_text(rows[name], 'packed_bits')} | {loss} | {purpose} |"
-        )
-    options = next(iter(_cells(table, column.name).values())).benchmark["options"]
-    note = (
-        f"SmolLM2-135M, prompts of {options['prefix']:,} tokens of six kinds of text; 16 sinks and 64 recent tokens "
+    cells = cells_of(budgets, "1k")
+    lines = [
+        [name.partition("@")[0], bits_text(cells[name].packed_bits), *losses_of(cells[name]), purpose]
+        for name, purpose in LADDER.items()
+    ]
+    text = markdown_table(["cache", "bits", "KL", "99.9 %", "take it for"], lines, (0, -1))
+    return (
+        f"{text}\n\nSmolLM2-135M, prompts of "
+        f"{cells['hqq-4'].benchmark['options']['prefix']:,} tokens of six kinds of text; 16 sinks and 64 recent tokens "
         "stay dense, except in Transformers' own caches."
     )
-    return "\n".join([*lines, "", note])
 
 
 def perplexity(table: Table) -> str:
-    """Table of the leading benchmark, a line per cache, and the source of the figures."""
-    cells = _cells(table, LEADING)
-    lines = [
-        "| cache | bits, packed part | bits, whole cache | perplexity | KL | same top-1 |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    """Table of all presets on one text, and the source of the figures."""
+    cells = cells_of(table, LEADING)
+    lines = []
     for name, cell in cells.items():
         scores = cell.scores
         kl = f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
-        bits = f"{cell.packed_bits:.2f} | {cell.all_bits:.2f}"
-        lines.append(f"| {name} | {bits} | {scores['perplexity']:.2f} | {kl} | {scores['top1']:.3f} |")
-    cell = next(iter(cells.values()))
+        bits = bits_text(cell.packed_bits), bits_text(cell.all_bits)
+        lines.append([name, *bits, f"{scores['perplexity']:.2f}", kl, f"{scores['top1']:.3f}"])
+    cell = cells["full"]
     options = cell.benchmark["options"]
-    windows = f"{cell.samples} windows of {options['prefix']} + {options['scored']} tokens"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{table.model}, {_text(cell)}, {windows}, {options['step']} per pass, {cell.date[:10]}; from "
-            f"[{COMPARISON.name}](../{COMPARISON.relative_to(ROOT)}), whose files hold the commands.",
-        ]
+    heads = ["cache", "bits, packed part", "bits, whole cache", "perplexity", "KL", "same top-1"]
+    return (
+        f"{markdown_table(heads, lines)}\n\n{table.model}, {options['texts'][0]}, {cell.samples} windows of "
+        f"{options['prefix']} + {options['scored']} tokens, {options['step']} per pass, {cell.date[:10]}; from "
+        f"{source('smollm2')}."
     )
 
 
 def keys(table: Table) -> str:
     """Table of log-probabilities of the right answers, and their mean differences from the full cache's."""
-    lines = [f"| cache | bits | {' | '.join(column.name for column in table.columns)} |"]
-    lines.append("|---|" + "---:|" * (len(table.columns) + 1))
-    for row in table.rows:
-        figures = [_answers(row.cells[column.name], table.cells(column)[0]) for column in table.columns]
-        lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits').split()[0]} | {' | '.join(figures)} |")
-    source = f"[{TASKS.name}](../{TASKS.relative_to(ROOT)})"
-    return "\n".join([*lines, "", f"{table.model}; from {source}, whose files hold the commands."])
 
+    def answers(cell: Cell, full: Cell) -> str:
+        text = f"{cell.scores['logprob']:.3f}"
+        if cell is full:
+            return text
+        before = {record["id"]: record["logprob"] for record in full.records}
+        changes = [record["logprob"] - before[record["id"]] for record in cell.records]
+        error = statistics.stdev(changes) / math.sqrt(len(changes))
+        return f"{text} ({statistics.fmean(changes):+.3f} ± {error:.3f})"
 
-def _answers(cell: Cell, full: Cell) -> str:
-    text = f"{cell.scores['logprob']:.3f}"
-    if cell is full:
-        return text
-    before = {record["id"]: record["logprob"] for record in full.records}
-    changes = [record["logprob"] - before[record["id"]] for record in cell.records]
-    error = statistics.stdev(changes) / math.sqrt(len(changes))
-    return f"{text} ({statistics.fmean(changes):+.3f} ± {error:.3f})"
-
-
-def tasks(table: Table) -> str:
-    """Table of all other benchmarks, a line per cache."""
-    columns = [column for column in table.columns if column.name != LEADING]
-    rows = [row for row in table.rows if any(column.name in row.cells for column in columns)]
-    extra = [column for column in columns if column.main_score == "recall"]
-    headings = ["cache", "bits, packed part", *(f"{column.name}: {column.main_score}" for column in columns)]
-    headings += [f"{column.name}: logprob" for column in extra]
-    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-    for row in rows:
-        figures = [table.score_texts(row, column)[0] for column in columns]
-        figures += [_logprob(row.cells.get(column.name)) for column in extra]
-        lines.append(f"| {' | '.join([row.cache, table.bits_text(row, 'packed_bits'), *figures])} |")
-    sizes = []
-    for column in columns:
-        cells = (row.cells[column.name] for row in rows if column.name in row.cells)
-        finished = [cell for cell in cells if cell.error is None]
-        seconds = sum(cell.seconds for cell in finished) + finished[0].prefill_seconds
-        sizes.append(
-            f"{column.name} {finished[0].samples} samples, {seconds / 60:.0f} processor-minutes for all caches"
-        )
-    failures = [f"{failure.benchmark}, {', '.join(failure.caches)}: {failure.message}" for failure in table.failures]
-    failed = [f"\nFailed: {'; '.join(failures)}."] if failures else []
-    return "\n".join([*lines, "", f"{table.model}; {'; '.join(sizes)}.", *failed])
-
-
-def _logprob(cell: Cell | None) -> str:
-    return MISSING if cell is None or cell.error is not None else f"{cell.scores['logprob']:.3f}"
-
-
-def _cells(table: Table, benchmark: str) -> dict[str, Cell]:
-    return {row.cache: row.cells[benchmark] for row in table.rows if benchmark in row.cells}
-
-
-def _text(cell: Cell) -> str:
-    return str(cell.benchmark["options"]["texts"][0])
-
-
-def lengths(table: Table) -> str:
-    """Table of caches on several texts together, a group of columns for each length."""
-    columns = table.columns
-    headings = [f"{column.name}: {what}" for column in columns for what in ("KL", "99.9 %")]
+    names = [column.name for column in table.columns]
     lines = [
-        f"| cache | bits | {' | '.join(headings)} | same top-1 |",
-        "|---|" + "---:|" * (len(headings) + 2),
+        [
+            row.cache,
+            bits_text(row.packed_bits),
+            *(answers(row.cells[name], table.rows[0].cells[name]) for name in names),
+        ]
+        for row in table.rows
     ]
-    for row in table.rows:
-        if not row.lossless:
-            figures = [text for column in columns for text in _losses(row.cells.get(column.name))]
-            top1 = [cell.scores["top1"] for cell in row.cells.values() if cell.error is None]
-            figures.append(f"{statistics.fmean(top1):.3f}" if top1 else MISSING)
-            lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |")
-    return "\n".join([*lines, "", _sources(table)])
+    return f"{markdown_table(['cache', 'bits', *names], lines)}\n\n{table.model}; from {source('tasks')}."
 
 
-def _losses(cell: Cell | None) -> tuple[str, str]:
-    if cell is None or cell.error is not None:
-        return (MISSING if cell is None else "failed",) * 2
-    return f"{cell.scores['kl']:.4f} ± {cell.scores['kl_stderr']:.4f}", f"{cell.scores['kl_999']:.3f}"
-
-
-def losses(table: Table) -> dict[str, dict[str, float]]:
-    """Losses of the presets in the table, by which `kvcache-compress presets` recommends them, the least bits last."""
-    names = {*BUDGET_NAMES, *preset_names()}
-    rows = sorted((row for row in table.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
-    rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
-    cells = {row.cache: row.cells[table.columns[0].name] for row in rows}
-    return {
-        name: {score: float(f"{cell.scores[score]:.4g}") for score in ("kl", "kl_999")} for name, cell in cells.items()
-    }
-
-
-def by_text(table: Table) -> str:
-    """Table of the mean KL of caches on each text, with a column for each length in which it was measured."""
-    places = [(column, text) for column in table.columns for text in _domains(table, column.name)]
-    headings = [f"{_named(text)}, {column.name}" for column, text in places]
-    lines = [f"| cache | bits | {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) + 1)]
-    for row in table.rows:
-        if not row.lossless:
-            cells = ((row.cells.get(column.name), f"kl.{text}") for column, text in places)
-            figures = [MISSING if cell is None or cell.error else f"{cell.scores[name]:.4f}" for cell, name in cells]
-            lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |")
-    return "\n".join(lines)
-
-
-def _domains(table: Table, benchmark: str) -> list[str]:
-    cell = next(iter(_cells(table, benchmark).values()))
-    return [name.removeprefix("kl.") for name in cell.scores if name.startswith("kl.")]
-
-
-def _named(text: str) -> str:
-    folder, _, file = text.partition("/")
-    return folder if file == "valid.txt" else file.removesuffix(".txt")
-
-
-def _sources(table: Table) -> str:
+def lengths(budgets: Table) -> str:
+    """Table of caches on several texts together, a group of columns for each length."""
+    names = [column.name for column in budgets.columns]
+    lines = []
+    for row in budgets.rows[1:]:
+        figures = [text for name in names for text in losses_of(row.cells.get(name))]
+        top1 = statistics.fmean(cell.scores["top1"] for cell in row.cells.values())
+        lines.append([row.cache, bits_text(row.packed_bits), *figures, f"{top1:.3f}"])
+    heads = ["cache", "bits", *(f"{name}: {what}" for name in names for what in ("KL", "99.9 %")), "same top-1"]
     windows = []
-    for column in table.columns:
-        cell = next(iter(_cells(table, column.name).values()))
+    for name in names:
+        cell = budgets.rows[0].cells[name]
         options = cell.benchmark["options"]
-        windows.append(f"{column.name} {cell.samples} windows of {options['prefix']:,} + {options['scored']} tokens")
+        windows.append(f"{name} {cell.samples} windows of {options['prefix']:,} + {options['scored']} tokens")
     return (
-        f"{table.model}; {', '.join(windows)}, of {len(options['texts'])} texts alike; from "
-        f"[{BUDGETS.name}](../{BUDGETS.relative_to(ROOT)}), whose files hold the commands."
+        f"{markdown_table(heads, lines)}\n\n{budgets.model}; {', '.join(windows)}, of {len(options['texts'])} texts "
+        f"alike; from {source('budgets')}."
     )
 
 
-def tuned_table(folder: Path) -> str:
+def losses(budgets: Table) -> dict[str, dict[str, float]]:
+    """Losses of the presets in the table, by which `kvcache-compress presets` recommends them, the least bits last."""
+    names = {*BUDGET_NAMES, *preset_names()}
+    rows = sorted((row for row in budgets.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
+    rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
+    scores = {row.cache: row.cells[budgets.columns[0].name].scores for row in rows}
+    return {name: {key: float(f"{of[key]:.4g}") for key in ("kl", "kl_999")} for name, of in scores.items()}
+
+
+def tuned_table() -> str:
     """Table of the certificates in the headers of tuned configs, beside those of the best with equal bits."""
-    lines = ["| budget | tuned: bits | KL | 99.9 % | equal bits: bits | KL | 99.9 % |", "|---|" + "---:|" * 6]
-    for path in sorted(folder.glob("*.yaml"), key=lambda path: -float(path.stem.rpartition("-")[2])):
+    lines = []
+    for path in sorted(TUNED.glob("*.yaml"), key=lambda path: -float(path.stem.rpartition("-")[2])):
         figures = re.findall(r": ([\d.]+) bits .*?, KL ([\d.]+ ± [\d.]+) \(99.9 %: ([\d.]+)\)", path.read_text("utf-8"))
-        lines.append(f"| {path.stem.rpartition('-')[2]} | {' | '.join(x for row in figures for x in row)} |")
-    return "\n".join(lines)
+        lines.append([path.stem.rpartition("-")[2], *(x for row in figures for x in row)])
+    heads = ["budget", "tuned: bits", "KL", "99.9 %", "equal bits: bits", "KL", "99.9 %"]
+    return markdown_table(heads, lines)
 
 
 def bytes_table() -> str:
     """Table of what budgets in bytes leave for a packed number, beside the best preset that keeps to them."""
-    lines = [
-        "| model | contexts | bfloat16 | budget | bits per packed number | preset |",
-        "|---|---|---:|---:|---:|---|",
-    ]
+    lines = []
     base = load_config("best-2bit")
     for model, batch, context, budgets in BYTES:
         shape, tokens = MODELS[model], parse_size(context, "context")
         sizes = shape.layers, shape.kv_heads, shape.head_dim
-        full = 2 * BF16_BYTES * math.prod(sizes) * tokens * batch
+        full = size_text(2 * BF16_BYTES * math.prod(sizes) * tokens * batch)
         for given in budgets:
             memory = parse_size(given, "memory")
             spare = 8 * Budget(shape, None, memory, tokens, batch).spare(base) / (2 * shape.head_dim * shape.layers)
             bits = packed_bits(base, shape.head_dim, shape.layers, shape.kv_heads) + spare
             fitting = (name for name in BUDGET_NAMES if total_bytes(load_config(name), *sizes, tokens, batch) <= memory)
             preset = next((f"`{name}`" for name in fitting), "none: tune")
-            lines.append(f"| {model} | {batch} x {context} | {size_text(full)} | {given} | {bits:.2f} | {preset} |")
-    return "\n".join(lines)
+            lines.append([model, f"{batch} x {context}", full, given, f"{bits:.2f}", preset])
+    heads = ["model", "contexts", "bfloat16", "budget", "bits per packed number", "preset"]
+    return markdown_table(heads, lines, (0, 1, -1))
 
 
 def memory_table() -> str:
     """Table of the estimated sizes of presets' whole caches for one model's shape, by context."""
-    lines = [f"| {LLAMA} | {' | '.join(CONTEXTS)} |", "|---|" + "---:|" * len(CONTEXTS)]
-    layers, _, heads, dim = MODELS[LLAMA]
-    tokens = [parse_size(context, "context") for context in CONTEXTS]
-    full = [2 * BF16_BYTES * layers * heads * dim * count for count in tokens]
-    lines.append(f"| bfloat16 | {' | '.join(size_text(size) for size in full)} |")
-    for name in SIZED:
-        sizes = (total_bytes(load_config(name), layers, heads, dim, count) for count in tokens)
-        lines.append(f"| `{name}` | {' | '.join(size_text(size) for size in sizes)} |")
-    return "\n".join(lines)
-
-
-def distortion_table(result: dict[str, Any]) -> str:
-    """Table by bits of the mean squared error of unit vectors, and of error and bias of their inner products."""
-    lines = ["| estimator | " + " | ".join(f"{bits} bits" for bits in (1, 2, 3, 4)) + " |", "|---|---:|---:|---:|---:|"]
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        rows.setdefault(row["estimator"], []).append(row)
-    for name, cells in rows.items():
-        figures = (f"{c['mse']:.4f}, {c['product_error']:.3f}, {c['product_bias']:+.3f}" for c in cells)
-        lines.append(f"| {name} | {' | '.join(figures)} |")
-    lines.append(f"| the paper's MSE, and product error of `prod` | {' | '.join(PAPER)} |")
-    bounds = (f"{4.0**-b:.4f} to {math.sqrt(3) * math.pi / 2 * 4.0**-b:.3f}" for b in (1, 2, 3, 4))
-    lines.append(f"| bounds on the MSE | {' | '.join(bounds)} |")
-    return "\n".join(lines)
+    sizes = [llama_sizes(context) for context in CONTEXTS]
+    lines = [[f"`{name}`" if name else "bfloat16", *(size_text(of[name]) for of in sizes)] for name in sizes[0]]
+    return markdown_table([LLAMA, *CONTEXTS], lines)
 
 
 def cpu_sentence(result: dict[str, Any]) -> str:
@@ -322,28 +235,20 @@ def cpu_sentence(result: dict[str, Any]) -> str:
 
 def cpu_table(result: dict[str, Any]) -> str:
     """Table by length of the time of a decode step, and of step and prompt relative to the full cache."""
-    lengths = sorted({row["tokens"] for row in result["rows"]})
-    headings = [
-        f"{heading}, {count:,} tokens" for count in lengths for heading in ("step", "step / full", "prompt / full")
-    ]
-    lines = [f"| cache | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
-    rows: dict[str, list[dict[str, Any]]] = {}
+    counts = sorted({row["tokens"] for row in result["rows"]})
+    rows: dict[str, list[str]] = {}
     for row in sorted(result["rows"], key=lambda row: row["tokens"]):
-        rows.setdefault(row["cache"], []).append(row)
-    for name, cells in rows.items():
-        figures = (f"{c['step_ms']:.0f} ms | {c['ratio']:.2f}x | {c['prefill_ratio']:.2f}x" for c in cells)
-        lines.append(f"| {name} | {' | '.join(figures)} |")
+        times = f"{row['step_ms']:.0f} ms", f"{row['ratio']:.2f}x", f"{row['prefill_ratio']:.2f}x"
+        rows.setdefault(row["cache"], []).extend(times)
+    heads = [f"{head}, {count:,} tokens" for count in counts for head in ("step", "step / full", "prompt / full")]
     hardware = f"{result['hardware']['threads']} threads, {result['hardware']['cpu']}"
     where = f"{result['model']}, {hardware}, medians of {result['steps']} steps in turns, {result['date'][:10]}"
-    return "\n".join([*lines, "", f"{where}; `{result['command']}`."])
+    table = markdown_table(["cache", *heads], ([name, *times] for name, times in rows.items()))
+    return f"{table}\n\n{where}; `{result['command']}`."
 
 
 def render(page: str, texts: dict[str, str]) -> str:
-    """A page with the text between its markers replaced.
-
-    Raises:
-        ValueError: a marker is not there just once.
-    """
+    """A page with the text between its markers replaced; raises ValueError unless each marker is there just once."""
     for name, text in texts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if page.count(begin) != 1 or page.count(end) != 1:
@@ -352,52 +257,36 @@ def render(page: str, texts: dict[str, str]) -> str:
     return page
 
 
-def with_address(page: str, address: str | None) -> str:
-    """A page of the repository's root whose links also work elsewhere, as on PyPI; as it is without an address."""
-    if address is None:
-        return page
-
-    def absolute(match: re.Match[str]) -> str:
-        kind = "raw" if match[1].rpartition(".")[2] in ("png", "svg") else "blob"
-        return f"]({address}/{kind}/main/{match[1]})"
-
-    return re.sub(r"\]\((?![a-z]+:|#)([^()\s]+)\)", absolute, page)
-
-
 def pages() -> dict[Path, str]:
     """The pages as they should be, by path, from the committed results."""
-    (table,), (budgets,), (answers,) = (tables(read_cells(folder)) for folder in (COMPARISON, BUDGETS, TASKS))
-    cpu = json.loads(CPU.read_text(encoding="utf-8"))
+    table, budgets, answers = map(table_of, ("smollm2", "budgets", "tasks"))
+    cpu = json.loads((RESULTS / "cpu.json").read_text("utf-8"))
     texts = {
-        README: {
-            "headline": headline(budgets),
-            "ladder": ladder(budgets),
-            "cpu": cpu_sentence(cpu),
-        },
-        RESULTS_PAGE: {
+        "README.md": {"headline": headline(budgets), "ladder": ladder(budgets), "cpu": cpu_sentence(cpu)},
+        "docs/results.md": {
             "lengths": lengths(budgets),
             "perplexity": perplexity(table),
             "keys": keys(answers),
         },
-        PRESETS_PAGE: {"ladder": ladder(budgets), "memory": memory_table()},
-        CPU_PAGE: {"cpu": cpu_table(cpu)},
-        TUNING_PAGE: {"tuned": tuned_table(ROOT / "benchmarks" / "tuned"), "bytes": bytes_table()},
+        "docs/guides/presets.md": {"ladder": ladder(budgets), "memory": memory_table()},
+        "docs/guides/cpu.md": {"cpu": cpu_table(cpu)},
+        "docs/guides/tune.md": {"tuned": tuned_table(), "bytes": bytes_table()},
     }
-    found = {path: render(path.read_text(encoding="utf-8"), parts) for path, parts in texts.items()}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found[README] = with_address(found[README], project.get("urls", {}).get("Repository"))
+    found = {ROOT / path: render((ROOT / path).read_text("utf-8"), parts) for path, parts in texts.items()}
     return found | {LOSSES: json.dumps(losses(budgets), indent=1) + "\n"}
 
 
 def main() -> int:
     found = pages()
     if "--check" in sys.argv[1:]:
-        return int(any(path.read_text(encoding="utf-8") != page for path, page in found.items()))
+        wrong = [str(path.relative_to(ROOT)) for path, page in found.items() if path.read_text("utf-8") != page]
+        if wrong:
+            print(f"not as the results have it, run python benchmarks/readme.py: {', '.join(wrong)}", file=sys.stderr)
+        return bool(wrong)
     for path, page in found.items():
         write_atomically(path, page)
-    (budgets,) = tables(read_cells(BUDGETS))
-    images = ROOT / "docs" / "images"
-    pareto(budgets, budgets.columns[0], "packed_bits").png(images).replace(images / "pareto.png")
+    budgets = table_of("budgets")
+    plot_pareto(budgets, budgets.columns[0], ROOT / "docs" / "images" / "pareto.png")
     return 0
 
 

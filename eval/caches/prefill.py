@@ -4,16 +4,14 @@ During its first prefill a cache returns the keys and values that it receives, s
 They are kept and passed to each cache by `update`, as the model would: it then holds bit for bit what its own prefill
 would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty. The prompt's queries
 are recorded in a second pass, once a cache takes statistics from them. Models with layers other than plain full
-attention (sliding windows, states) prefill each cache anew. On CPUs several caches also go through the model together,
-as the rows of a batch: the tokens after the prompt are the same for all, and a matrix product with a few rows is far
-slower per row than one with many.
+attention (sliding windows, states) prefill each cache anew.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,13 +29,7 @@ from kvcache_compress.modeling.decoder import cache_argument
 
 from .caches import CacheSpec, Measured, full_cache
 from .decode_once import decode_once
-from .rows import REPLACED, RowCaches, row_attention
 
-MOST_ROWS = 8
-ROWS_BYTES = 2 << 30
-ROWS_TOKENS = 256
-"""Most caches that go through the model together, and their memory: decoded keys and values, and twice the logits of
-so many tokens."""
 STEP_TOKENS = 16
 """Forced tokens per pass: the KL of single steps in a fifth of the time."""
 
@@ -111,16 +103,6 @@ class Prefill:
                 _pass(self.model, DynamicCache(config=self.model.config), self.ids, last=True)
         return self._queries
 
-    def most_rows(self) -> int:
-        """Most caches that can go through the model together (`join`): more than one on CPUs with plain attention."""
-        plain = self.model.config._attn_implementation == REPLACED
-        if self.states is None or not plain or self.ids.device.type != "cpu":
-            return 1
-        held = sum(keys.nbytes + values.nbytes for keys, values in self.states)
-        held += sum(seen.query.nbytes for seen in self._queries.values())
-        logits = 2 * ROWS_TOKENS * self.logits.numel() * torch.float32.itemsize
-        return max(1, min(MOST_ROWS, ROWS_BYTES // (held + logits)))
-
     def with_question(self, question: torch.Tensor) -> Prefill:
         """The same prompt with another question `[1, Q]`, without another pass."""
         return replace(self, question=question.to(self.ids.device), seconds=0.0, _full={})
@@ -135,7 +117,7 @@ class Prefill:
 
 @dataclass
 class CacheRun:
-    """One cache under test after the prompt; usable for one continuation, which it stores.
+    """One cache under test after the prompt; good for one continuation, which it stores.
 
     Attributes:
         prefill: the prompt.
@@ -143,8 +125,7 @@ class CacheRun:
         cache: the cache itself.
         measured: its size after the prompt, whose packed tokens are attended to in compressed form from then on.
         logits: `[V]`, after the prompt's last token.
-        seconds: filling the cache, and then its share of all passes through it.
-        joined: the runs that go through the model together, this one among them; see `join`.
+        seconds: filling the cache, and then all passes through it.
     """
 
     prefill: Prefill
@@ -153,10 +134,9 @@ class CacheRun:
     measured: Measured
     logits: torch.Tensor
     seconds: float
-    joined: Sequence[CacheRun] = ()
-    _asked: Any = None
-    _answer: torch.Tensor | None = None
+    _used: bool = False
 
+    @torch.inference_mode()
     def forced(self, tokens: torch.Tensor, step: int = STEP_TOKENS) -> torch.Tensor:
         """Feed the question at once and `tokens` `[S]`, `step` per pass.
 
@@ -166,10 +146,13 @@ class CacheRun:
         Raises:
             ValueError: logits that are not finite, or more tokens than the model has positions for.
         """
-        self._check_length(len(tokens))
-        asked = (tokens.tolist(), step)
-        return self._answered(asked, lambda cache, rows: list(self._force(cache, rows, tokens, step)))
+        with self._continuing(len(tokens)):
+            logits = [self._ask()]
+            for part in tokens[None].to(self.logits.device).split(step, dim=1) if len(tokens) else ():
+                logits.append(_pass(self.prefill.model, self.cache, part)[0])
+            return self._finite(torch.cat(logits).float())
 
+    @torch.inference_mode()
     def generate(self, config: GenerationConfig) -> torch.Tensor:
         """Feed the question and generate greedily by the model's `generate`: new token ids `[S]`.
 
@@ -181,52 +164,19 @@ class CacheRun:
         Raises:
             ValueError: logits that are not finite, or more tokens than the model has positions for.
         """
-        self._check_length(config.max_new_tokens)
-        return self._answered(config.to_dict(), lambda cache, rows: self._generate(cache, rows, config))
-
-    @torch.inference_mode()
-    def _answered(self, asked: Any, answer: Callable[[Cache, int], Sequence[torch.Tensor]]) -> torch.Tensor:
-        """This run's row of `answer(cache, rows)`, computed once for all joined runs."""
-        if self._answer is None:
-            runs = self.joined or (self,)
-            for run in runs:
-                run.joined = ()  # breaks the reference cycle that would keep all caches alive
-            started = _now(self.logits.device)
-            if len(runs) == 1:
-                rows = answer(self.cache, 1)
-            else:
-                with row_attention(self.prefill.model):
-                    rows = answer(RowCaches([run.cache for run in runs]), len(runs))
-            share = (_now(self.logits.device) - started) / len(runs)
-            for run, row in zip(runs, rows, strict=True):
-                run._asked, run._answer, run.seconds = asked, row, run.seconds + share
-        if asked != self._asked or self._answer is None:
-            raise ValueError(
-                f"cache={self.spec.name!r}: a run is good for one continuation, the same for caches that go together"
-            )
-        return self._answer
-
-    def _force(self, cache: Cache, rows: int, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        logits = [self._ask(cache, rows)]
-        fed = tokens[None].to(self.prefill.ids.device)
-        for part in fed.split(step, dim=1) if len(tokens) else ():
-            logits.append(_pass(self.prefill.model, cache, part.expand(rows, -1)))
-        return self._finite(torch.cat(logits, 1).float())
-
-    def _generate(self, cache: Cache, rows: int, config: GenerationConfig) -> list[torch.Tensor]:
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         end = torch.tensor([token for token in ends if token is not None], dtype=torch.long, device=self.logits.device)
-        logits = self._finite(self._ask(cache, rows)[:, -1])
-        if config.min_new_tokens:
-            logits = logits.index_fill(1, end, -torch.inf)
-        new = logits.argmax(-1, keepdim=True)
-        if config.max_new_tokens > 1 and not torch.isin(new, end).all():
-            read = torch.cat([self.prefill.ids, self.prefill.question], dim=1).expand(rows, -1)
-            new = self._generate_rest(cache, torch.cat([read, new], dim=1), config)[:, read.shape[1] :]
-        ended = torch.isin(new, end).cumsum(1) - torch.isin(new, end).long()
-        return [row[gone == 0] for row, gone in zip(new, ended, strict=True)]
+        with self._continuing(config.max_new_tokens):
+            logits = self._finite(self._ask()[-1:])
+            if config.min_new_tokens:
+                logits = logits.index_fill(1, end, -torch.inf)
+            first = logits.argmax(-1, keepdim=True)
+            if config.max_new_tokens == 1 or torch.isin(first, end).all():
+                return first[0]
+            read = torch.cat([self.prefill.ids, self.prefill.question, first], dim=1)
+            return self._generate_rest(read, config)[0, read.shape[1] - 1 :]
 
-    def _generate_rest(self, cache: Cache, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    def _generate_rest(self, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
         model = self.prefill.model
         rest = GenerationConfig(
             max_new_tokens=config.max_new_tokens - 1, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
@@ -236,7 +186,7 @@ class CacheRun:
             output: torch.Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                **{cache_argument(): cache},
+                **{cache_argument(): self.cache},
                 generation_config=rest,
                 logits_processor=LogitsProcessorList([lambda _, scores: self._finite(scores)]),
             )
@@ -244,29 +194,28 @@ class CacheRun:
             model.generation_config = original
         return output
 
+    @contextmanager
+    def _continuing(self, new: int) -> Iterator[None]:
+        """Check and time the continuation by `new` tokens in the block."""
+        prefill = self.prefill
+        _check_length(prefill.model, prefill.ids.shape[1] + prefill.question.shape[1] + new)
+        if self._used:
+            raise ValueError(f"cache={self.spec.name!r}: a run is good for one continuation")
+        self._used = True
+        started = _now(self.logits.device)
+        yield
+        self.seconds += _now(self.logits.device) - started
+
     def _finite(self, logits: torch.Tensor) -> torch.Tensor:
         if not logits.sum(dtype=torch.float32).isfinite():
             raise ValueError(f"cache={self.spec.name!r}: the model's logits are not finite")
         return logits
 
-    def _check_length(self, new: int) -> None:
-        prefill = self.prefill
-        _check_length(prefill.model, prefill.ids.shape[1] + prefill.question.shape[1] + new)
-
-    def _ask(self, cache: Cache, rows: int) -> torch.Tensor:
-        """Logits `[rows, 1, V]` before the first new token."""
+    def _ask(self) -> torch.Tensor:
+        """Logits `[1, V]` before the first new token."""
         if not self.prefill.question.numel():
-            return self.logits.expand(rows, 1, -1)
-        return _pass(self.prefill.model, cache, self.prefill.question.expand(rows, -1), last=True)
-
-
-def join(runs: Sequence[CacheRun]) -> None:
-    """Let runs of one prompt go through the model together, as rows of a batch; all take the same continuation.
-
-    Results equal those of single runs up to the rounding of sums.
-    """
-    for run in runs:
-        run.joined = runs
+            return self.logits[None]
+        return _pass(self.prefill.model, self.cache, self.prefill.question, last=True)[0]
 
 
 @torch.inference_mode()
@@ -320,7 +269,7 @@ def _check_length(model: PreTrainedModel, tokens: int) -> None:
 
 
 def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool = False) -> torch.Tensor:
-    """One forward pass of tokens `[rows, S]`: logits `[rows, S, V]`, or of the last token alone."""
+    """One forward pass of tokens `[1, S]`: logits `[1, S, V]`, or of the last token alone."""
     how = {cache_argument(): cache, "use_cache": True, "logits_to_keep": int(last)}
     logits: torch.Tensor = model(input_ids=ids, **how).logits
     return logits

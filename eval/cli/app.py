@@ -8,13 +8,11 @@ from typing import Any
 
 import typer
 
-from kvcache_compress.eval.reporting import report
-from kvcache_compress.eval.runner.command import benchmark_command
-from kvcache_compress.eval.studies import distortion, neighbors, probe
 from kvcache_compress.eval.tasks import BENCHMARKS
 from kvcache_compress.validation import shortened
 
-from . import compare, fetch
+from . import compare, fetch, report, studies
+from .benchmarks import benchmark_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks and studies of compressed caches.")
 
@@ -34,9 +32,9 @@ def _add_command(name: str, run: Callable[..., None]) -> None:
 
 for _benchmark in BENCHMARKS:
     _add_command(_benchmark.kind, benchmark_command(_benchmark))
-_add_command("probe", probe.main)
-_add_command("distortion", distortion.main)
-_add_command("neighbors", neighbors.main)
+_add_command("probe", studies.probe)
+_add_command("distortion", studies.distortion)
+_add_command("neighbors", studies.neighbors)
 _add_command("fetch", fetch.main)
 _add_command("compare", compare.main)
 _add_command("report", report.main)

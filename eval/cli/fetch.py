@@ -2,7 +2,8 @@
 
     kvcache-compress eval fetch
 
-in a checkout of the repository, then `kvcache-compress eval compare benchmarks/budgets.yaml`. Nothing is replaced.
+in a checkout of the repository, then `kvcache-compress eval compare benchmarks/comparisons/budgets.yaml`. No file is
+replaced.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ ITEMS = (
             for half in ("tune", "compare")
             for kind in ("essays", "news", "code", "mathematics", "help")
         },
-        command="python benchmarks/texts.py --data data --output texts",
+        command="python benchmarks/studies/texts.py --data data --output texts",
         needs=("data/essays/worked.txt", "data/longbench/multi_news.jsonl", "data/gsm8k/train-400.jsonl"),
         quick=True,
     ),

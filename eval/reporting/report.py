@@ -1,13 +1,12 @@
-"""Reports of a comparison's folder: Markdown, CSV, plots, and one HTML file.
+"""Report of a comparison's table: Markdown, CSV, plots, and one HTML file.
 
-    kvcache-compress eval report FOLDER
-
-writes `report.md`, `report.csv`, `report.html` and `plots/*.png` into the folder, from the cells in it. They can be
+Of `results.jsonl` these are `results.md`, `results.csv`, `results.html` and `results-*.png` beside it. They can be
 written at any time, also while the comparison still runs.
 """
 
 from __future__ import annotations
 
+import base64
 import csv
 import html
 import io
@@ -15,143 +14,122 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.runner.cells import Cell, read_cells
+from kvcache_compress.eval.runner.table import Cell, read_cells
 
 from .drawing import require_matplotlib
-from .table_parts import Column, Row
-from .tables import FAILED, MISSING, Table, tables
+from .plots import plot_needles, plot_pareto
+from .tables import Column, Row, Table, tables
 
-__all__ = ["tables", "to_csv", "to_markdown", "write_report"]
-
-_FIXED_COLUMNS = (
-    "model",
-    "dtype",
-    "benchmark",
-    "kind",
-    "cache",
-    "family",
-    "lossless",
-    "packed_bits",
-    "all_bits",
-    "packed_tokens",
-    "tokens",
-    "total_bytes",
-    "samples",
-    "main_score",
-    "higher_is_better",
-    "score",
-    "difference",
-    "uncertainty",
-    "seconds",
-    "prefill_seconds",
-    "seed",
-    "date",
-    "commit",
-    "error",
-)
+_CELL = ("seconds", "prefill_seconds", "seed", "date", "commit", "error")
 
 
-def to_markdown(cells: Sequence[Cell]) -> str:
-    """Markdown with a section per model: its table, failed cells, and notes on how to read them.
+def to_markdown(comparison: Sequence[Table]) -> str:
+    """Markdown with a section per model: its table and notes."""
+    return "\n".join(_section(table) for table in comparison)
 
-    The difference from the full cache's score follows in brackets, unless that is zero.
 
-    Raises:
-        ValueError: no cells.
+def to_csv(comparison: Sequence[Table]) -> str:
+    """CSV with a line per cell and a column per score.
+
+    `packed_tokens` is the least of any sample, `tokens` (of the prompt) and `total_bytes` are means over samples,
+    `difference` is from the full cache, for `uncertainty` see `Table.uncertainty`, and `scores.NAME` is every score of
+    any benchmark, empty for the others.
     """
-    return "\n".join(_section(table) for table in tables(cells))
-
-
-def to_csv(cells: Sequence[Cell]) -> str:
-    """CSV with a line per cell and a column per score; `pandas.read_csv` infers the right types.
-
-    Columns: `model`, `dtype`, `benchmark`, `kind`, `cache`, `family`, `lossless`, `packed_bits`, `all_bits`,
-    `packed_tokens` (the least of any sample), `tokens` (of the prompt) and `total_bytes` (means over samples; it and
-    the bits count dense tokens as 16 bits), `samples`, `main_score` (its name), `higher_is_better`, `score` (its
-    value), `difference` (from the full cache), `uncertainty` (see `Table.uncertainty`), `seconds`, `prefill_seconds`,
-    `seed`, `date`, `commit`, `error`, then `scores.NAME` for every score of any benchmark, empty for the others.
-    `frame.pivot(index="cache", columns="benchmark", values="score")` is the table of one model;
-    `frame.filter(like="scores.")` is all scores.
-
-    Raises:
-        ValueError: no cells.
-    """
-    names = sorted({name for cell in cells for name in cell.scores})
+    lines = [
+        _csv_line(table, row, column)
+        for table in comparison
+        for row in table.rows
+        for column in table.columns
+        if column.name in row.cells
+    ]
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, [*_FIXED_COLUMNS, *(f"scores.{name}" for name in names)], lineterminator="\n")
+    names = dict.fromkeys(name for line in lines for name in line)
+    writer = csv.DictWriter(stream, sorted(names, key=lambda name: name.startswith("scores.")), lineterminator="\n")
     writer.writeheader()
-    for table in tables(cells):
-        for row in table.rows:
-            for column in table.columns:
-                if column.name in row.cells:
-                    writer.writerow(_csv_line(table, row, column))
+    writer.writerows(lines)
     return stream.getvalue()
 
 
-def write_report(folder: Path) -> list[Path]:
-    """Write `report.md`, `report.csv`, `report.html` and `plots/*.png` into a comparison's folder.
+def to_html(comparison: Sequence[Table], images: Iterable[tuple[str, Path]]) -> str:
+    """One page without scripts or requests.
+
+    Args:
+        comparison: the tables.
+        images: title and file of each plot.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    embedded = [(title, base64.b64encode(path.read_bytes()).decode("ascii")) for title, path in images]
+    cells = [cell for table in comparison for row in table.rows for cell in row.cells.values()]
+    template = environment.get_template("report.html.j2")
+    return template.render(comparison=comparison, images=embedded, circumstances=circumstances(cells))
+
+
+def circumstances(cells: Iterable[Cell]) -> dict[str, list[str]]:
+    """Distinct commands, commits, dates, versions, machines, and options of the benchmarks."""
+    distinct: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        about = {
+            "command": cell.command,
+            "commit": cell.commit,
+            "date": cell.date[:10],
+            "versions": _listed(cell.versions),
+            "hardware": _listed(cell.hardware),
+            f"options of {cell.benchmark['name']}": _listed(cell.benchmark["options"]),
+        }
+        for name, value in about.items():
+            distinct.setdefault(name, {})[value or ""] = None
+    return {name: sorted(filter(None, values)) for name, values in distinct.items()}
+
+
+def write_report(path: Path) -> list[Path]:
+    """Write the report of a table beside it.
 
     Returns:
         The files written.
 
     Raises:
-        ValueError: no cell in the folder, or a file that is no cell.
+        ValueError: no cell in the table, or a file that is no table.
         ImportError: matplotlib is not installed.
     """
     require_matplotlib()
-    from .html_report import to_html
-    from .plots import draw
-
-    cells = read_cells(folder)
-    comparison = tables(cells)
-    plots = [draw(table) for table in comparison]
-    (folder / "plots").mkdir(exist_ok=True)
-    images = [(plot.png(folder / "plots"), plot.alt) for of_table in plots for plot in of_table]
+    comparison = tables(read_cells(path))
+    images: list[tuple[str, Path]] = []
+    for table in comparison:
+        for column in table.columns:
+            for kind, plot in (("bits against loss", plot_pareto), ("needles", plot_needles)):
+                name = re.sub(r"[^\w.]+", "-", f"{path.stem}-{table.model}-{table.dtype}-{column.name}-{kind}")
+                image = path.with_name(f"{name}.png")
+                if plot(table, column, image):
+                    images.append((f"{table.title}, {column.name}: {kind}", image))
+    links = "".join(f"\n![{_plain(title)}]({image.name})\n" for title, image in images)
     texts = {
-        "report.md": to_markdown(cells) + "".join(f"\n![{_plain(alt)}](plots/{path.name})\n" for path, alt in images),
-        "report.csv": to_csv(cells),
-        "report.html": to_html(comparison, plots),
+        ".md": to_markdown(comparison) + links,
+        ".csv": to_csv(comparison),
+        ".html": to_html(comparison, images),
     }
-    for name, text in texts.items():
-        write_atomically(folder / name, text)
-    return [*(folder / name for name in texts), *(path for path, _ in images)]
+    for suffix, text in texts.items():
+        write_atomically(path.with_suffix(suffix), text)
+    return [*(path.with_suffix(suffix) for suffix in texts), *(image for _, image in images)]
 
 
 def _section(table: Table) -> str:
-    headings = ["cache", "bits, packed part", "bits, whole cache", "packed tokens, least"]
-    headings += [column.heading for column in table.shown]
-    lines = [
-        f"## {_plain(table.title)}",
-        "",
-        _line(_plain(heading) for heading in headings),
-        _line(["---", *["---:"] * (len(headings) - 1)]),
-        *(_line(_row_texts(table, row)) for row in table.rows),
-        "",
-    ]
-    for failure in table.failures:
-        where = f"{failure.benchmark}, {', '.join(failure.caches)}"
-        lines.append(f"- {FAILED}: {_plain(f'{where}: {failure.message}')}")
-    lines += [f"- {_plain(note)}" for note in [*table.doubts, *table.notes]]
-    return "\n".join(lines) + "\n"
+    heads, *rows = ([_plain(text) for text in line] for line in table.lines())
+    notes = (f"- {_plain(note)}" for note in table.notes())
+    return "\n".join([f"## {_plain(table.title)}", "", markdown_table(heads, rows), "", *notes]) + "\n"
 
 
-def _row_texts(table: Table, row: Row) -> Iterable[str]:
-    yield _plain(row.cache)
-    yield _plain(table.bits_text(row, "packed_bits"))
-    yield _plain(table.bits_text(row, "all_bits"))
-    yield MISSING if row.packed_tokens is None else str(row.packed_tokens)
-    for column in table.shown:
-        score, difference = table.score_texts(row, column)
-        yield score if difference is None else f"{score} ({difference})"
-
-
-def _line(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[str]], texts: Sequence[int] = (0,)) -> str:
+    """A Markdown table; its columns hold figures but for `texts`, indices from either end."""
+    left = {index % len(heads) for index in texts}
+    rule = "|".join("---" if index in left else "---:" for index in range(len(heads)))
+    head, *lines = (f"| {' | '.join(line)} |" for line in (heads, *rows))
+    return "\n".join([head, f"|{rule}|", *lines])
 
 
 def _plain(text: str) -> str:
@@ -159,31 +137,31 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
 def _csv_line(table: Table, row: Row, column: Column) -> dict[str, Any]:
     cell = row.cells[column.name]
-    tokens = [record["tokens"] for record in cell.records]
-    line = {name: getattr(cell, name) for name in _FIXED_COLUMNS if hasattr(cell, name)}
     return {
-        **line,
+        "model": table.model,
+        "dtype": table.dtype,
         "benchmark": column.name,
         "kind": column.kind,
         "cache": row.cache,
         "family": row.family,
         "lossless": row.lossless,
+        "packed_bits": cell.packed_bits,
+        "all_bits": cell.all_bits,
         "packed_tokens": cell.packed_tokens.get("least"),
-        "tokens": statistics.fmean(tokens) if tokens else None,
+        "tokens": statistics.fmean(record["tokens"] for record in cell.records) if cell.records else None,
+        "total_bytes": cell.total_bytes,
+        "samples": cell.samples,
         "main_score": column.main_score,
         "higher_is_better": column.higher_is_better,
         "score": row.score(column),
         "difference": table.difference(row, column),
         "uncertainty": table.uncertainty(row, column),
+        **{name: getattr(cell, name) for name in _CELL},
         **{f"scores.{name}": score for name, score in cell.scores.items()},
     }
-
-
-def main(
-    folder: Annotated[Path, typer.Argument(help="Folder of a comparison, finished or not.", file_okay=False)],
-) -> None:
-    """Write a comparison's report: Markdown, CSV, plots, and one HTML file."""
-    for path in write_report(folder):
-        typer.echo(path)

@@ -1,37 +1,88 @@
-"""Tables of a comparison's cells, one per model.
+"""Tables of a comparison's cells, one per model and dtype.
 
 A row is a cache, a column a benchmark with its main score. The first column leads: it decides which caches are on the
-front and which are recommended (`answer.py`). A perplexity benchmark leads if there is one, because KL tells caches
-apart long before a task's score does.
+front and which one is named as the smallest good one. A perplexity benchmark leads if there is one, because KL tells
+caches apart long before a task's score does.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from kvcache_compress.eval.runner.cells import Cell
-
-from .table_parts import Column, Failure, Point, Row
-
-VERSIONS = ("kvcache_compress", "torch", "transformers")
-"""Packages whose version all cells of a benchmark should share."""
+from kvcache_compress.eval.runner.table import Cell
 
 FULL_BITS = 16
 MISSING = "–"
 FAILED = "failed"
+MAX_KL = 0.02
+"""Largest KL divergence from the full cache of a good one, in nats per token: about 2 % more perplexity.
 
-Bits = Literal["packed_bits", "all_bits"]
+In the committed comparison of SmolLM2, caches within it found at least 19 of 20 pass keys; those with twice as much
+missed several.
+"""
+MAX_SHARE = 0.05
+"""Largest loss of a good cache where KL does not lead: a share of the full cache's score, or nats of a log-probability.
+"""
+VERSIONS = ("kvcache_compress", "torch", "transformers")
+"""Packages whose version all cells of a benchmark should share."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A benchmark: its name, kind, main score, whether more is better, and the decimals of its scores."""
+
+    name: str
+    kind: str
+    main_score: str
+    higher_is_better: bool
+    digits: int
+
+    @property
+    def label(self) -> str:
+        """The main score in words."""
+        return "KL" if self.main_score == "kl" else self.main_score.replace("_", " ")
+
+    @property
+    def heading(self) -> str:
+        return f"{self.name}: {self.label} {'↑' if self.higher_is_better else '↓'}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cache.
+
+    Attributes:
+        cache: its name.
+        family: its method, the peer's back end, or the beginning of its name.
+        lossless: compresses nothing on purpose.
+        packed_bits, all_bits: bits per compressed number and per number of the whole cache, in the first benchmark that
+            the cache has finished.
+        packed_tokens: the least number of tokens stored compressed in any sample.
+        cells: by benchmark.
+    """
+
+    cache: str
+    family: str
+    lossless: bool
+    packed_bits: float | None
+    all_bits: float | None
+    packed_tokens: int | None
+    cells: dict[str, Cell]
+
+    def score(self, column: Column) -> float | None:
+        """Main score; None for a failed or missing cell."""
+        cell = self.cells.get(column.name)
+        return None if cell is None or cell.error is not None else cell.score
 
 
 @dataclass(frozen=True)
 class Table:
-    """All caches and benchmarks of one model: the full cache first, then by family and falling bits."""
+    """All caches and benchmarks of one model: the full cache first, then by method and falling bits."""
 
     model: str
     dtype: str
@@ -47,151 +98,137 @@ class Table:
         """The uncompressed cache."""
         return next((row for row in self.rows if row.lossless), None)
 
-    def cells(self, column: Column) -> list[Cell]:
-        """All cells of a benchmark, in the order of the rows."""
-        return [row.cells[column.name] for row in self.rows if column.name in row.cells]
-
     def difference(self, row: Row, column: Column) -> float | None:
         """Main score minus the full cache's; None for the full cache itself, and where either is missing."""
-        full = self.full
-        if full is None or row is full:
-            return None
-        score, reference = row.score(column), full.score(column)
-        return None if score is None or reference is None else score - reference
+        score, reference = row.score(column), None if self.full is None else self.full.score(column)
+        return None if row is self.full or score is None or reference is None else score - reference
 
     def uncertainty(self, row: Row, column: Column) -> float | None:
         """Standard error of `difference`, sample by sample, or of the score itself if there is no full cache's.
 
         None if it is not known: with one sample, or where the score is no mean of its samples' scores.
         """
-        cell = row.cells.get(column.name)
-        if cell is None or row.score(column) is None:
+        if row.score(column) is None:
             return None
+        cell = row.cells[column.name]
         if (known := cell.scores.get(f"{column.main_score}_stderr")) is not None:
             return known
         reference = None if self.full is None or self.full is row else self.full.cells.get(column.name)
         return standard_error(cell, None if reference is None or reference.error is not None else reference)
 
+    def loss(self, row: Row, column: Column) -> float | None:
+        """KL, or how much lower the score is than the full cache's."""
+        if not column.higher_is_better:
+            return row.score(column)
+        difference = self.difference(row, column)
+        return None if difference is None else -difference
+
+    def bound(self, column: Column) -> float | None:
+        """Largest loss of a good cache; None if the full cache's score is missing or zero."""
+        if not column.higher_is_better:
+            return MAX_KL
+        reference = None if self.full is None else self.full.score(column)
+        return MAX_SHARE * (1 if column.main_score.endswith("logprob") else abs(reference)) if reference else None
+
     @property
-    def shown(self) -> list[Column]:
-        """The leading benchmark, and all others of which every compressing cache's score has a standard error."""
+    def smallest(self) -> Row | None:
+        """The cache with the fewest packed bits whose loss in the leading benchmark is within `bound`."""
+        column = self.columns[0]
+        bound = self.bound(column)
+        good = [
+            row
+            for row in self.rows
+            if not row.lossless
+            and bound is not None
+            and (loss := self.loss(row, column)) is not None
+            and loss <= bound + 1e-9
+        ]
+        return min(good, key=lambda row: row.packed_bits or FULL_BITS, default=None)
 
-        def known(column: Column) -> bool:
-            rows = [row for row in self.rows if not row.lossless and row.score(column) is not None]
-            return all(self.uncertainty(row, column) is not None for row in rows)
+    def front(self, column: Column) -> list[Row]:
+        """Caches than which no other has both fewer packed bits and less loss, by rising bits."""
+        losses = {
+            row.cache: (row.cells[column.name].packed_bits or FULL_BITS, loss, row)
+            for row in self.rows
+            if not row.lossless and (loss := self.loss(row, column)) is not None
+        }
+        best: list[Row] = []
+        least = math.inf
+        for _, loss, row in sorted(losses.values(), key=lambda each: each[:2]):
+            if loss < least:
+                best.append(row)
+                least = loss
+        return best
 
-        return [column for column in self.columns if column is self.columns[0] or known(column)]
+    def text(self, row: Row, column: Column) -> str:
+        """A score with its difference from the full cache in brackets, `failed` or –.
 
-    def outgrown(self, row: Row) -> bool:
-        """True if the whole cache took at least as much as the full one at the prompts measured."""
-        return not row.lossless and row.all_bits is not None and row.all_bits >= FULL_BITS
-
-    def points(self, column: Column, bits: Bits) -> list[Point]:
-        """Compressing caches that have finished a benchmark, by increasing bits as measured in it.
-
-        `value` is the score where less is better (KL already is a difference), else its difference from the full
-        cache; the score itself if the full cache has none.
-        """
-        points = []
-        for row in self.rows:
-            score, difference = row.score(column), self.difference(row, column)
-            if row.lossless or score is None:
-                continue
-            measured = getattr(row.cells[column.name], bits)
-            if measured is not None:
-                value = difference if column.higher_is_better and difference is not None else score
-                points.append(Point(row, measured, value))
-        front = pareto_front([(p.bits, -p.value if column.higher_is_better else p.value) for p in points])
-        marked = [dataclasses.replace(point, on_front=index in front) for index, point in enumerate(points)]
-        return sorted(marked, key=lambda point: (point.bits, point.row.number))
-
-    def bits_text(self, row: Row, bits: Bits) -> str:
-        """Bits, and the benchmark they were measured in if it is not the leading one."""
-        measured = getattr(row, bits)
-        if measured is None:
-            return MISSING
-        return f"{measured:.2f}" + ("" if row.measured_in == self.columns[0].name else f" ({row.measured_in})")
-
-    def score_texts(self, row: Row, column: Column) -> tuple[str, str | None]:
-        """A score, `failed` or –, and its difference from the full cache; the standard error is with the latter.
-
-        There is no difference if it adds nothing to the score, as with KL, whose standard error follows itself.
+        The standard error follows the difference; there is none in brackets if it adds nothing to the score, as of KL.
         """
         score = row.score(column)
         if score is None:
-            failed = column.name in row.cells and row.cells[column.name].error is not None
-            return FAILED if failed else MISSING, None
+            return FAILED if column.name in row.cells else MISSING
         error = None if row.lossless else self.uncertainty(row, column)
-        suffix = "" if error is None else f" ± {column.error_text(error)}"
+        more = ""
+        if error is not None:
+            more = f" ± {error:.{column.digits}f}" if round(error, column.digits) or not error else f" ± {error:.1g}"
         difference = self.difference(row, column)
         if difference is None or difference == score:
-            return column.text(score) + suffix, None
-        unchanged = not error and not round(difference, column.digits)
-        return column.text(score), column.difference_text(difference) + ("" if unchanged else suffix)
+            return f"{score:.{column.digits}f}{more}"
+        if not round(difference, column.digits):
+            return f"{score:.{column.digits}f} (±0{more if error else ''})"
+        return f"{score:.{column.digits}f} ({difference:+.{column.digits}f}{more})".replace("-", "−")
 
-    def score_names(self, column: Column) -> list[str]:
-        """All scores of a benchmark, the main one first."""
-        names = dict.fromkeys(name for cell in self.cells(column) for name in cell.scores)
-        return sorted(names, key=lambda name: name != column.main_score)
+    def lines(self) -> list[list[str]]:
+        """The table as texts, headings first, then caches by falling bits."""
+        bits = "bits, packed part", "bits, whole cache", "packed tokens, least"
+        lines = [["cache", *bits, *(column.heading for column in self.columns)]]
+        for row in sorted(self.rows, key=lambda row: (not row.lossless, -(row.packed_bits or 0))):
+            sizes = [bits_text(row.packed_bits), bits_text(row.all_bits), str(row.packed_tokens or 0)]
+            lines.append([row.cache, *sizes, *(self.text(row, column) for column in self.columns)])
+        return lines
 
-    @property
     def notes(self) -> list[str]:
-        """Notes on how to read the table."""
-        notes = [
-            f"Bits are per number, as measured in {self.columns[0].name} (elsewhere if said so); dense tokens count as "
-            f"{FULL_BITS}, like the full cache, whatever dtype the model ran in ({self.dtype}). The packed part is "
-            "what long prompts approach, the whole cache what these prompts took."
-        ]
-        if any(self.score_texts(row, column)[1] for row in self.rows for column in self.columns):
-            notes.append(
-                "In brackets: the difference from the full cache and its standard error, sample by sample; ±0 if no "
-                "sample differs."
-            )
-        if hidden := [column.name for column in self.columns if column not in self.shown]:
-            notes.append(f"Without a standard error, and so only among all scores: {', '.join(hidden)}.")
-        if any(column.name not in row.cells for row in self.rows for column in self.columns):
-            notes.append(f"{MISSING} was not measured.")
+        """The smallest good cache, failures, cells that do not compare, and how to read the table."""
+        column, bound = self.columns[0], self.bound(self.columns[0])
+        notes = []
+        if bound is not None:
+            best = self.smallest
+            name = "none" if best is None else f"{best.cache} ({bits_text(best.packed_bits)} bits)"
+            notes.append(f"Smallest cache that loses at most {bound:.3g} in {column.name} ({column.label}): {name}.")
+        failures: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            for name, cell in row.cells.items():
+                if cell.error is not None:
+                    failures.setdefault((name, cell.error), []).append(row.cache)
+        notes += [f"{FAILED}: {name}, {', '.join(caches)}: {error}" for (name, error), caches in failures.items()]
         for column in self.columns:
-            reasons = dict.fromkeys(reason for cell in self.cells(column) for reason in cell.skipped)
-            notes += [f"{column.name}, skipped: {reason}" for reason in reasons]
+            cells = [row.cells[column.name] for row in self.rows if column.name in row.cells]
+            if unlike := _unlike([cell for cell in cells if cell.error is None]):
+                notes.append(f"{column.name}: the cells have different {' and '.join(unlike)}; run them again")
+            skipped = dict.fromkeys(reason for cell in cells for reason in cell.skipped)
+            notes += [f"{column.name}, skipped: {reason}" for reason in skipped]
+        notes.append(
+            f"Bits are per number; dense tokens count as {FULL_BITS}, like the full cache, whatever dtype the model "
+            "ran in. The packed part is what long prompts approach, the whole cache what these prompts took. In "
+            "brackets: the difference from the full cache and its standard error, sample by sample."
+        )
         return notes
 
-    @property
-    def failures(self) -> list[Failure]:
-        """Each error once, with the caches that failed with it."""
-        grouped: dict[tuple[str, str], list[str]] = {}
-        for column in self.columns:
-            for row in self.rows:
-                cell = row.cells.get(column.name)
-                if cell is not None and cell.error is not None:
-                    grouped.setdefault((column.name, cell.error), []).append(row.cache)
-        return [Failure(benchmark, caches, message) for (benchmark, message), caches in grouped.items()]
 
-    @property
-    def doubts(self) -> list[str]:
-        """Warnings about benchmarks whose cells are not comparable, because their settings differ."""
-        doubts = []
-        for column in self.columns:
-            done = [cell for cell in self.cells(column) if cell.error is None]
-            settings = {
-                "options": {json.dumps(cell.benchmark["options"], sort_keys=True) for cell in done},
-                "seeds": {str(cell.seed) for cell in done},
-                "numbers of samples": {str(cell.samples) for cell in done},
-                **{f"versions of {name}": {str(cell.versions.get(name)) for cell in done} for name in VERSIONS},
-            }
-            unlike = [name for name, values in settings.items() if len(values) > 1]
-            if unlike:
-                doubts.append(f"{column.name}: the cells have different {' and '.join(unlike)}; run them again")
-        return doubts
+def bits_text(bits: float | None) -> str:
+    return MISSING if bits is None else f"{bits:.2f}"
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Indices of the points (bits, loss) that no other point dominates."""
-    return {
-        index
-        for index, (bits, loss) in enumerate(points)
-        if not any(b <= bits and other <= loss and (b, other) != (bits, loss) for b, other in points)
+def _unlike(cells: Sequence[Cell]) -> list[str]:
+    """Settings in which cells differ that should not."""
+    settings = {
+        "options": {json.dumps(cell.benchmark["options"], sort_keys=True) for cell in cells},
+        "seeds": {str(cell.seed) for cell in cells},
+        "numbers of samples": {str(cell.samples) for cell in cells},
+        **{f"versions of {name}": {str(cell.versions.get(name)) for cell in cells} for name in VERSIONS},
     }
+    return [name for name, values in settings.items() if len(values) > 1]
 
 
 def standard_error(cell: Cell, reference: Cell | None) -> float | None:
@@ -222,13 +259,7 @@ def standard_error(cell: Cell, reference: Cell | None) -> float | None:
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
-    """Make one table per model and dtype, in order of appearance.
-
-    Raises:
-        ValueError: no cells.
-    """
-    if not cells:
-        raise ValueError("cells=[]: allowed at least one")
+    """Make one table per model and dtype, in order of appearance."""
     by_model: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         by_model.setdefault((cell.model, cell.dtype), []).append(cell)
@@ -236,11 +267,11 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def family(cell: Cell) -> str:
-    """Method or backend of a cell's cache, `full` for the uncompressed one."""
+    """Method or back end of a cell's cache, `full` for the uncompressed one."""
     if cell.cache["lossless"]:
         return "full"
     config = cell.cache["config"]
-    methods = [side.get("method", "none") for side in (config.get("keys", {}), config.get("values", {}))]
+    methods = [config.get(side, {}).get("method", "none") for side in ("keys", "values")]
     method = next((method for method in methods if method != "none"), None)
     peer = config.get("backend") if config.get("class") == "QuantizedCache" else None
     name: str = method or peer or cell.cache["name"].partition("@")[0].partition("-")[0]
@@ -248,39 +279,30 @@ def family(cell: Cell) -> str:
 
 
 def _table(model: str, dtype: str, cells: Sequence[Cell]) -> Table:
-    columns = _columns(cells)
+    columns: dict[str, Column] = {}
+    for cell in cells:
+        name, main, higher = cell.benchmark["name"], cell.benchmark["main_score"], cell.benchmark["higher_is_better"]
+        peak = max((abs(c.score) for c in cells if c.benchmark["name"] == name and c.score is not None), default=0.0)
+        digits = (3 if peak < 10 else 2) if higher else 4
+        columns[name] = Column(name, cell.benchmark["kind"], main, higher, digits)
+    ordered = sorted(columns.values(), key=lambda column: (column.kind != "perplexity", column.name))
     by_cache: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         by_cache.setdefault(cell.cache["name"], {})[cell.benchmark["name"]] = cell
-    rows = [_row(name, of_cache, columns) for name, of_cache in by_cache.items()]
+    rows = [_row(name, of_cache, ordered) for name, of_cache in by_cache.items()]
     rows.sort(key=lambda row: (not row.lossless, row.family, -(row.packed_bits or 0), row.cache))
-    numbered = [dataclasses.replace(row, number=number) for number, row in enumerate(rows, start=1)]
-    return Table(model, dtype, columns, numbered)
-
-
-def _columns(cells: Sequence[Cell]) -> list[Column]:
-    columns = {}
-    for cell in cells:
-        name, kind = cell.benchmark["name"], cell.benchmark["kind"]
-        scores = [abs(c.score) for c in cells if c.benchmark["name"] == name and c.score is not None]
-        peak = max((score for score in scores if math.isfinite(score)), default=0.0)
-        columns[name] = Column(name, kind, cell.benchmark["main_score"], cell.benchmark["higher_is_better"], peak)
-    return sorted(columns.values(), key=lambda column: (column.kind != "perplexity", column.name))
+    return Table(model, dtype, ordered, rows)
 
 
 def _row(name: str, cells: dict[str, Cell], columns: Sequence[Column]) -> Row:
-    done = [cells[c.name] for c in columns if c.name in cells and cells[c.name].error is None]
-    measured = next((cell for cell in done if cell.packed_bits is not None), None)
-    least = [int(cell.packed_tokens["least"]) for cell in done if "least" in cell.packed_tokens]
+    done = [cells[column.name] for column in columns if column.name in cells and cells[column.name].error is None]
     some = next(iter(cells.values()))
     return Row(
-        number=0,
         cache=name,
         family=family(some),
         lossless=some.cache["lossless"],
-        packed_bits=measured.packed_bits if measured else None,
-        all_bits=measured.all_bits if measured else None,
-        measured_in=measured.benchmark["name"] if measured else None,
-        packed_tokens=min(least, default=None),
+        packed_bits=done[0].packed_bits if done else None,
+        all_bits=done[0].all_bits if done else None,
+        packed_tokens=min((int(cell.packed_tokens["least"]) for cell in done if cell.packed_tokens), default=None),
         cells=cells,
     )

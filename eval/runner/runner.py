@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,16 +16,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_compress.eval.caches.caches import CacheSpec
-from kvcache_compress.eval.caches.prefill import CacheRun, Prefill, join, prefill
+from kvcache_compress.eval.caches.prefill import Prefill, prefill
 from kvcache_compress.eval.provenance.identity import digest_of, fingerprint, strip_folders, without_folders
 from kvcache_compress.eval.provenance.results import circumstances, error_message
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
-from kvcache_compress.files.lock import only_one
 
-from .cells import Cell, Parts, cell_path, lock_path, safe_name, stored_cell, with_scores, write_cell
 from .processes import OneProcess, Processes
-
-logger = logging.getLogger(__name__)
+from .table import Cell, ResultTable, with_scores
 
 
 class Progress(Protocol):
@@ -37,31 +33,24 @@ class Progress(Protocol):
 
 @dataclass
 class _Work:
-    """A cell in progress; `foreign` if its file holds results of something else."""
+    """A cell in progress; `foreign` if the table holds results of something else under its names."""
 
     spec: CacheSpec
     head: Cell
-    path: Path | None
-    parts: Parts
     stored: Cell | None = None
     error: str | None = None
     foreign: bool = False
 
-    def known(self) -> dict[str, Record]:
-        """Records of this and earlier runs by sample id."""
-        stored = [*self.stored.records, *self.stored.further] if self.stored else []
-        return {record["id"]: record for record in stored} | self.parts.read()[0]
-
 
 class Runner:
-    """Runs benchmarks for one model and keeps their cells in a folder.
+    """Runs benchmarks for one model and keeps their cells in a table.
 
     Args:
         model: in evaluation mode.
         tokenizer: its tokenizer.
-        output: folder of the comparison; None keeps nothing on disk.
+        output: the table's file, see `ResultTable`; None keeps nothing on disk.
         seed: set before each sample.
-        processes: over which the samples are sharded; each runs the same calls. They share the folder.
+        processes: over which the samples are sharded; each runs the same calls. They share the table.
         on_progress: see `Progress`.
     """
 
@@ -75,7 +64,7 @@ class Runner:
         processes: Processes | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.output, self.seed = model, tokenizer, output, seed
+        self.model, self.tokenizer, self.table, self.seed = model, tokenizer, ResultTable(output), seed
         self.processes = processes or OneProcess()
         self.on_progress = on_progress or (lambda done, total, label: None)
         self.model_name = without_folders(model.name_or_path) or type(model).__name__
@@ -84,23 +73,24 @@ class Runner:
         """Compute every cell of a benchmark, in the order of `specs`.
 
         Finished samples are not computed again. A failure ends one cell only, and the next run tries it again. While
-        another run writes cells of this model and benchmark to the same folder, this one waits.
+        another run writes to the same table, this one waits.
 
         Args:
-            name: of the benchmark, as a folder and in tables.
+            name: of the benchmark in the table.
             specs: caches, with distinct names.
 
         Raises:
-            ValueError: two caches of one name. OSError: a folder that cannot be written.
+            ValueError: two caches of one name. OSError: a file that cannot be written.
         """
         check_distinct("caches", [spec.name for spec in specs])
         with ExitStack() as stack:
-            if self.output is not None and self.processes.index == 0:
-                stack.enter_context(only_one(lock_path(self.output, self.model_name, name)))
+            if self.table.path is not None and self.processes.index == 0:
+                stack.enter_context(self.table.lock())
             self.processes.gather(None)  # no process reads records while another run still adds some
             return self._run_alone(name, benchmark, specs)
 
     def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
+        self.table.read()
         works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
         samples, problem = self._samples(name, benchmark)
         # All processes take the same path, even if only one of them cannot read the data.
@@ -109,13 +99,13 @@ class Runner:
             for work in works:
                 work.error = work.error or problem
         else:
-            self._score_all(name, benchmark, samples, works)
+            self._score_all(name, samples, benchmark, works)
         self.processes.gather(None)  # all processes have written their records before any reads them
+        self.table.read()
         cells = [self._collect(benchmark, work, {sample.id: sample.digest for sample in samples}) for work in works]
         self.processes.gather(None)  # and have read them before they are removed
         if self.processes.index == 0:
-            for work, cell in zip(works, cells, strict=True):
-                self._write(work, cell)
+            self.table.write([cell for work, cell in zip(works, cells, strict=True) if not work.foreign])
         self.processes.gather(None)
         return cells
 
@@ -160,33 +150,33 @@ class Runner:
         return Cell(**self._model, benchmark=about, cache=cache, seed=self.seed, digest=digest, skipped=skipped)
 
     def _work(self, head: Cell, spec: CacheSpec) -> _Work:
-        """Pick up a cell's records so far; an error if its file holds results of something else."""
-        path = None
-        if self.output is not None:
-            path = cell_path(self.output, head.model, head.benchmark["name"], spec.name)
-        work = _Work(spec, head, path, Parts(path, head.digest, self.processes.index))
-        try:
-            stored = stored_cell(path)
-        except ValueError as error:
-            return dataclasses.replace(work, error=error_message(error), foreign=True)
-        if stored is not None and stored.digest == head.digest:
-            work.stored = stored
-        elif stored is not None and stored.error is None:
-            work.error = (
-                f"{head.benchmark['name']}/{path.name if path else ''} holds results of other weights, options or "
-                "another seed: take another output or benchmark's name, or remove it"
-            )
-            work.foreign = True
-        return work
+        """Pick up a cell as far as it is; an error if the table holds results of something else under its names."""
+        stored = self.table.cell(head)
+        if stored is None or stored.digest == head.digest:
+            return _Work(spec, head, stored)
+        if stored.error is not None:
+            return _Work(spec, head)
+        error = (
+            f"the table holds results of {'/'.join(head.key[1:])} with other weights, options or another seed: take "
+            "another output or benchmark's name, or remove them"
+        )
+        return _Work(spec, head, error=error, foreign=True)
 
-    def _score_all(self, name: str, benchmark: Benchmark, samples: Sequence[Sample], works: Sequence[_Work]) -> None:
+    def _known(self, work: _Work) -> dict[str, Record]:
+        """Records of this and earlier runs by sample id."""
+        stored = [*work.stored.records, *work.stored.further] if work.stored else []
+        return {record["id"]: record for record in stored} | self.table.unfinished(work.head)[0]
+
+    def _score_all(self, name: str, samples: Sequence[Sample], benchmark: Benchmark, works: Sequence[_Work]) -> None:
         """Score this process's share of the samples that some cell lacks."""
-        done = {id(work): work.known() for work in works}
+        done = {work.spec.name: self._known(work) for work in works}
         self.processes.gather(None)  # all processes have read the records before any adds some
 
         def pending(sample: Sample) -> list[_Work]:
-            lacking = (work for work in works if done[id(work)].get(sample.id, {}).get("digest") != sample.digest)
-            return [work for work in lacking if work.error is None]
+            def lacks(work: _Work) -> bool:
+                return done[work.spec.name].get(sample.id, {}).get("digest") != sample.digest
+
+            return [work for work in works if work.error is None and lacks(work)]
 
         lacking = [sample for sample in samples if pending(sample)]
         share = lacking[self.processes.index :: self.processes.count]
@@ -205,39 +195,23 @@ class Runner:
                 prompt, question = sample.prompt, sample.question
                 shared = prefill(self.model, prompt, question) if shared is None else shared.with_question(question)
                 shared.keep = following is not None and torch.equal(following.prompt, prompt)
-            for group in _grouped(todo, 1 if shared is None else shared.most_rows()):
-                if shared is not None and all(work.error is None for work in group):
-                    self.on_progress(count, total, f"{name} {sample.id}, {group[0].spec.name}")
-                    self._score_together(benchmark, shared, sample, group)
-                count += len(group)
+            for work in todo:
+                if shared is not None and work.error is None:
+                    self.on_progress(count, total, f"{name} {sample.id}, {work.spec.name}")
+                    with self._failing([work]):
+                        self._score(benchmark, shared, sample, work)
+                count += 1
         self.on_progress(total, total, name)
 
-    def _score_together(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
-        """Add a record to each of these cells, scored together, or one by one if that fails."""
-        if len(works) > 1:
-            try:
-                return self._score(benchmark, shared, sample, works)
-            except Exception as error:
-                logger.debug("%s: one by one after %s", sample.id, error_message(error))
-        # Outside the handler, as its error would keep all caches of the group alive.
-        for work in works:
-            with self._failing([work]):
-                self._score(benchmark, shared, sample, [work])
-
-    def _score(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
-        runs = [self._filled(shared, work.spec) for work in works]
-        join(runs)
-        for work, run in zip(works, runs, strict=True):
-            set_seed(self.seed)
-            scored = benchmark.score(run, sample, self.tokenizer)
-            common = {"id": sample.id, "digest": sample.digest, "tokens": sample.prompt.shape[1]}
-            seconds = {"seconds": round(run.seconds, 3), "prefill_seconds": round(shared.seconds, 3)}
-            measured = dataclasses.asdict(run.measured)
-            work.parts.add_record(common | measured | seconds | {"commit": self._circumstances["commit"]} | scored)
-
-    def _filled(self, shared: Prefill, spec: CacheSpec) -> CacheRun:
+    def _score(self, benchmark: Benchmark, shared: Prefill, sample: Sample, work: _Work) -> None:
         set_seed(self.seed)
-        return shared.run(spec)
+        run = shared.run(work.spec)
+        set_seed(self.seed)
+        scored = benchmark.score(run, sample, self.tokenizer)
+        common = {"id": sample.id, "digest": sample.digest, "tokens": sample.prompt.shape[1]}
+        seconds = {"seconds": round(run.seconds, 3), "prefill_seconds": round(shared.seconds, 3)}
+        about = common | dataclasses.asdict(run.measured) | seconds | {"commit": self._circumstances["commit"]}
+        self.table.append(work.head, record=about | scored)
 
     @contextmanager
     def _failing(self, works: Sequence[_Work]) -> Iterator[None]:
@@ -247,53 +221,35 @@ class Runner:
         except Exception as error:
             for work in works:
                 work.error = work.error or error_message(error)
-                work.parts.add_error(work.error)
+                self.table.append(work.head, error=work.error)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
     def _collect(self, benchmark: Benchmark, work: _Work, wanted: dict[str, str]) -> Cell:
         """Assemble a cell from the records of all processes."""
-        known = {} if work.foreign else work.known()
+        stored, known = work.stored, {} if work.foreign else self._known(work)
         records = [known[name] for name, digest in wanted.items() if known.get(name, {}).get("digest") == digest]
         further = [record for name, record in known.items() if name not in wanted]
-        if not wanted and work.stored is not None and work.stored.error is None:
-            return work.stored  # finished while its data was still available
+        finished = stored is not None and stored.error is None
+        if stored is not None and finished and not wanted:
+            return stored  # while its data was still available
         head = dataclasses.replace(work.head, records=records, further=further, **self._circumstances)
         if len(records) < len(wanted) or not records:
-            error = work.error or work.parts.read()[1] or "interrupted"
+            error = work.error or self.table.unfinished(head)[1] or "interrupted"
             return dataclasses.replace(head, error=error)
         if not work.spec.lossless and not any(record["packed_tokens"] for record in records):
             error = "nothing was compressed, so there is nothing to measure; take longer prompts, or fewer dense tokens"
             return dataclasses.replace(head, error=error)
-        stored = work.stored
-        same = stored is not None and (stored.benchmark, stored.records, stored.further) == (
-            head.benchmark,
-            records,
-            further,
-        )
-        if stored is not None and same and stored.error is None:
+        unchanged = (head.benchmark, records, further)
+        if stored is not None and finished and (stored.benchmark, stored.records, stored.further) == unchanged:
             return stored
         try:
             return with_scores(head, benchmark.summarize(records))
         except Exception as error:
             return dataclasses.replace(head, error=error_message(error))
 
-    def _write(self, work: _Work, cell: Cell) -> None:
-        if work.path is None or work.foreign:
-            return
-        write_cell(work.path, cell)
-        work.parts.clear()
-
-
-def _grouped(works: Sequence[_Work], size: int) -> list[Sequence[_Work]]:
-    """Group cells whose caches go through the model together; the full cache, as the reference, goes alone."""
-    alone = [[work] for work in works if work.spec.lossless]
-    others = [work for work in works if not work.spec.lossless]
-    return [*alone, *(others[at : at + size] for at in range(0, len(others), size))]
-
 
 def check_distinct(what: str, names: Sequence[str]) -> None:
-    """Raise ValueError for names that are equal, or equal as file names."""
-    seen = collections.Counter(safe_name(name) for name in names)
-    if twice := sorted({name for name in names if seen[safe_name(name)] > 1}):
-        raise ValueError(f"{what}: {', '.join(twice)} more than once; allowed are distinct names")
+    """Raise ValueError for names that are equal."""
+    if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
+        raise ValueError(f"{what}: {', '.join(twice)} more than once; names must differ")

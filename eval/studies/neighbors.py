@@ -2,10 +2,8 @@
 
 A base of unit vectors is compressed; queries, which stay as they are, are compared with all of it by inner product.
 Recall 1@k is the share of queries whose true nearest neighbour is among the k that an index ranks first. The peers are
-those of the paper, from faiss: product quantization with 256 centroids per group of coordinates, trained on the base
-itself, and RaBitQ with a random rotation and unquantized queries.
-
-    kvcache-compress eval neighbors --model smollm2-135m --text TEXT.txt --output neighbors
+those of the paper, from faiss: product quantization with 256 centroids per group of coordinates (LUT256), trained on
+the base itself, and RaBitQ with a random rotation and unquantized queries.
 """
 
 from __future__ import annotations
@@ -14,25 +12,135 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
-import typer
 
-from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
-from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.reporting.drawing import COLORS, new_figure, require_matplotlib
-from kvcache_compress.eval.runner.command import DeviceOption, DtypeOption, SeedOption
-from kvcache_compress.eval.runner.progress import ProgressLine
-
-from .embeddings import EmbeddingsOption, HiddenLayerOption, SourceModelOption, SourceTextOption, embeddings_from
-from .indexes import CENTROIDS, TURBOQUANTS, builders, require_faiss
+from kvcache_compress.codecs.base import CodecContext, Fields
+from kvcache_compress.codecs.lloyd_max import lloyd_max_levels
+from kvcache_compress.eval.provenance.artifacts import save_figure
+from kvcache_compress.eval.reporting.drawing import COLORS, MARKERS, new_figure, style
+from kvcache_compress.eval.reporting.report import markdown_table
+from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Values of k in recall 1@k."""
+CENTROIDS = 256
+"""Centroids of product quantization per group of coordinates."""
+BLOCK_VECTORS = 8192
+TURBOQUANTS: dict[str, dict[str, Any]] = {
+    "TurboQuant mse (paper)": {"codebook": "lloyd_max", "scalar": "norm", "rotation": "haar"},
+    "TurboQuant prod (paper)": {"estimator": "prod", "sketch": "gaussian", "rotation": "haar"},
+    "TurboQuant unbiased": {"scalar": "unbiased"},
+}
+
+
+class Index(Protocol):
+    """A searchable base of compressed vectors; making one does all that needs no vectors, such as rotations.
+
+    Attributes:
+        bits: stored per number, everything stored per vector included.
+        shared_bytes: stored once for all vectors.
+    """
+
+    bits: float
+    shared_bytes: int
+
+    def add(self, base: torch.Tensor) -> None:
+        """Train on unit vectors `[N, d]`, and store them."""
+
+    def search(self, queries: torch.Tensor, count: int) -> torch.Tensor:
+        """Indices `[M, count]` of the `count` vectors ranked first for each query `[M, d]`."""
+
+
+class TurboQuantIndex:
+    """Vectors encoded by the codec that compresses keys; queries are scored as in attention."""
+
+    def __init__(self, options: TurboQuantOptions, dim: int, seed: int) -> None:
+        lloyd_max_levels.cache_clear()  # else only the first index would pay for its codebook
+        context = CodecContext("keys", dim, 1, 0, seed, 0, torch.float32, torch.device("cpu"))
+        self.codec = TurboQuantCodec(options, context)
+        self.bits = self.codec.bits_per_number()
+        self.shared_bytes = 0
+        self.blocks: list[Fields] = []
+
+    def add(self, base: torch.Tensor) -> None:
+        self.codec.prepare(base[None, None])
+        self.shared_bytes = self.codec.constant_bytes()
+        self.blocks = [self.codec.encode(block[None, None]) for block in base.split(BLOCK_VECTORS)]
+
+    def search(self, queries: torch.Tensor, count: int) -> torch.Tensor:
+        mapped = self.codec.map_query(queries[None, None])
+        return torch.cat([self.codec.score(mapped, block)[0, 0] for block in self.blocks], 1).topk(count).indices
+
+
+class FaissIndex:
+    """An index of faiss, with its measured sizes."""
+
+    def __init__(self, index: Any, bits: float, shared_bytes: int) -> None:
+        self.index, self.bits, self.shared_bytes = index, bits, shared_bytes
+
+    def add(self, base: torch.Tensor) -> None:
+        self.index.train(base.numpy())
+        self.index.add(base.numpy())
+
+    def search(self, queries: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.from_numpy(self.index.search(queries.numpy(), count)[1])
+
+
+def _product_quantization(dim: int, bits: int) -> FaissIndex:
+    faiss = require_faiss()
+    index = faiss.IndexPQ(dim, dim * bits // 8, 8, faiss.METRIC_INNER_PRODUCT)
+    index.pq.cp.min_points_per_centroid = 1  # else a warning per group of coordinates
+    return FaissIndex(index, 8 * index.code_size / dim, 4 * CENTROIDS * dim)
+
+
+def _rabitq(dim: int, bits: int, seed: int) -> FaissIndex:
+    faiss = require_faiss()
+    rotation = faiss.RandomRotationMatrix(dim, dim)
+    rotation.init(seed)
+    quantizer = faiss.IndexRaBitQ(dim, faiss.METRIC_INNER_PRODUCT, bits)
+    quantizer.qb = 0
+    return FaissIndex(faiss.IndexPreTransform(rotation, quantizer), 8 * quantizer.code_size / dim, 4 * dim * (dim + 1))
+
+
+def builders(bits: int, dim: int, seed: int) -> dict[str, Callable[[], Index]]:
+    """Constructors of the indexes to compare at a bit width, by name.
+
+    Raises:
+        ValueError: bits or a dimension that not all of them can take.
+    """
+    if bits not in (1, 2, 4):
+        raise ValueError(f"bits={bits}: must be 1, 2 or 4, for which product quantization has whole groups")
+    if dim % 8 or dim < 16:
+        raise ValueError(f"embeddings of dimension {dim}: must be a multiple of 8, at least 16")
+
+    def turboquant(options: dict[str, Any]) -> Callable[[], Index]:
+        return lambda: TurboQuantIndex(TurboQuantOptions(bits=bits, **options), dim, seed)
+
+    by_name: dict[str, Callable[[], Index]] = {name: turboquant(options) for name, options in TURBOQUANTS.items()}
+    by_name["product quantization"] = lambda: _product_quantization(dim, bits)
+    by_name["RaBitQ"] = lambda: _rabitq(dim, bits, seed)
+    return by_name
+
+
+def require_faiss() -> ModuleType:
+    """Import faiss.
+
+    Raises:
+        ImportError: faiss is missing, or has no RaBitQ of several bits; with the remedy.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError('nearest neighbours need faiss: pip install "kvcache-compress[peers]"') from error
+    if not hasattr(faiss, "IndexRaBitQ") or not hasattr(faiss.RaBitQuantizer, "nb_bits"):
+        raise ImportError(f"faiss {faiss.__version__} has no RaBitQ of several bits: pip install --upgrade faiss-cpu")
+    return faiss
 
 
 @dataclass(frozen=True)
@@ -77,7 +185,7 @@ def measure_neighbors(
     seed: int = 0,
     repeats: int = 3,
     threads: int = 1,
-    on_progress: Callable[[int, int, str], None] | None = None,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[NeighborRow]:
     """Measure every index at every bit width.
 
@@ -88,17 +196,15 @@ def measure_neighbors(
         seed: of all random rotations.
         repeats: runs that times are medians of.
         threads: CPU threads of torch and faiss.
-        on_progress: called with indexes done, indexes in all, and the next one's label.
+        on_progress: called with runs done, runs in all, and the next one's label.
 
     Raises:
         ValueError: sizes that are not allowed.
         ImportError: faiss is not installed.
     """
-    if len(base) < CENTROIDS:
-        raise ValueError(f"base of {len(base)} vectors: allowed at least {CENTROIDS}, one per centroid")
-    for name, value in {"repeats": repeats, "threads": threads}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: allowed at least 1")
+    for name, value, least in (("base", len(base), CENTROIDS), ("repeats", repeats, 1), ("threads", threads, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
     todo = [
         (name, number, build)
         for number in dict.fromkeys(bits)
@@ -110,8 +216,7 @@ def measure_neighbors(
         for done, (name, number, build) in enumerate(todo):
             times = []
             for repeat in range(repeats):
-                if on_progress is not None:
-                    on_progress(done * repeats + repeat, len(todo) * repeats, f"{name}, {number} bits")
+                on_progress(done * repeats + repeat, len(todo) * repeats, f"{name}, {number} bits")
                 clock = [time.perf_counter()]
                 index = build()
                 clock.append(time.perf_counter())
@@ -121,9 +226,8 @@ def measure_neighbors(
                 clock.append(time.perf_counter())
                 times.append([after - before for before, after in pairwise(clock)])
             medians = [statistics.median(column) for column in zip(*times, strict=True)]
-            rows.append(NeighborRow(name, number, index.bits, index.shared_bytes(), recall(ranked, products), *medians))
-    if on_progress is not None:
-        on_progress(len(todo) * repeats, len(todo) * repeats, "neighbours")
+            rows.append(NeighborRow(name, number, index.bits, index.shared_bytes, recall(ranked, products), *medians))
+    on_progress(len(todo) * repeats, len(todo) * repeats, "neighbours")
     return rows
 
 
@@ -140,86 +244,34 @@ def _threads(count: int) -> Iterator[None]:
         faiss.omp_set_num_threads(before[1])
 
 
-def markdown_table(rows: Sequence[NeighborRow]) -> str:
+def neighbors_table(rows: Sequence[NeighborRow]) -> str:
     """Markdown table with a line per index."""
-    shown = [k for k in COUNTS if k in (1, 2, 4, 8, 64)]
-    heads = [
-        "index",
-        "bits",
-        "bits stored",
-        "shared KiB",
-        *(f"1@{k}" for k in shown),
-        "setup, s",
-        "indexing, s",
-        "search, s",
-    ]
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    shown = (1, 2, 4, 8, 64)
+    heads = ["index", "bits", "bits stored", "shared KiB", *(f"1@{k}" for k in shown), "setup, s", "indexing, s"]
+    lines = []
     for row in rows:
-        recalls = [f"{row.recall[k]:.3f}" for k in shown]
         sizes = [str(row.bits), f"{row.stored_bits:.2f}", f"{row.shared_bytes / 1024:.0f}"]
-        times = [f"{seconds:.3f}" for seconds in (row.setup_seconds, row.index_seconds, row.search_seconds)]
-        lines.append(f"| {' | '.join([row.method, *sizes, *recalls, *times])} |")
-    return "\n".join(lines) + "\n"
+        times = (f"{seconds:.3f}" for seconds in (row.setup_seconds, row.index_seconds, row.search_seconds))
+        lines.append([row.method, *sizes, *(f"{row.recall[k]:.3f}" for k in shown), *times])
+    return markdown_table([*heads, "search, s"], lines) + "\n"
 
 
 def plot_neighbors(rows: Sequence[NeighborRow], path: Path) -> None:
-    """Plot recall by k for each bit width, and indexing times."""
+    """Plot recall by k for each bit width."""
     widths, names = sorted({row.bits for row in rows}), list(dict.fromkeys(row.method for row in rows))
-    figure, _ = new_figure(4.4 * (len(widths) + 1), 4.6, axes=False)
-    panels = figure.subplots(1, len(widths) + 1, squeeze=False)[0]
-    lowest = min(row.recall[COUNTS[0]] for row in rows)
-    for panel, width in zip(panels, widths, strict=False):
-        for row in (row for row in rows if row.bits == width):
-            order = names.index(row.method)
-            look = {"color": COLORS[order], "marker": "osd^vP"[order], "markersize": 5, "alpha": 0.85}
-            look["linestyle"] = "-" if row.method in TURBOQUANTS else "--"
-            panel.plot(list(row.recall), list(row.recall.values()), label=row.method, **look)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(COUNTS, [str(k) for k in COUNTS])
-        panel.set(xlabel="k", ylabel="recall 1@k", title=f"{width} bits", ylim=(lowest - 0.03, 1.01))
-        panel.grid(alpha=0.3)
-    times = panels[-1]
-    height = 0.8 / len(widths)
-    for order, name in enumerate(names):
-        for row in (row for row in rows if row.method == name):
-            place = order + (widths.index(row.bits) - (len(widths) - 1) / 2) * height
-            times.barh(place, row.index_seconds, height * 0.9, color=COLORS[order])
-            label = f" {row.bits} bits ({row.stored_bits:.2f} stored): {row.index_seconds:.3g} s"
-            times.annotate(label, (row.index_seconds, place), va="center", fontsize=8)
-    times.set(xscale="log", xlabel="seconds", title="indexing time", yticks=[])
-    times.invert_yaxis()
-    times.set_xlim(right=max(row.index_seconds for row in rows) * 300)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
-    save_figure(figure, path)
-
-
-def main(
-    output: Annotated[Path, typer.Option(help="Folder for neighbors.json, neighbors.md and neighbors.png.")],
-    embeddings: EmbeddingsOption = None,
-    model: SourceModelOption = None,
-    text: SourceTextOption = None,
-    layer: HiddenLayerOption = -1,
-    bits: Annotated[list[int], typer.Option(help="Bits per number: 1, 2 or 4. Repeatable.")] = [2, 4],  # noqa: B006
-    base: Annotated[int, typer.Option(help="Vectors to search.", min=1)] = 12_000,
-    queries: Annotated[int, typer.Option(help="Vectors to find the nearest neighbours of.", min=1)] = 500,
-    repeats: Annotated[int, typer.Option(help="Runs that times are medians of.", max=10_000)] = 3,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch and faiss.", max=1024)] = 1,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-) -> None:
-    """Measure recall and indexing time of TurboQuant, product quantization and RaBitQ on real embeddings."""
-    output.mkdir(parents=True, exist_ok=True)
-    require_matplotlib()  # a missing package shows before the work, not after it
-    require_faiss()
-    source: dict[str, Any] = {"layer": layer, "tokens": base + queries, "dtype": dtype, "device": device}
-    loaded = embeddings_from(embeddings, model, text, **source, on_progress=ProgressLine())
-    vectors, query_vectors = loaded.split(base, queries, seed)
-    options: dict[str, Any] = {"seed": seed, "repeats": repeats, "threads": threads}
-    rows = measure_neighbors(vectors, query_vectors, bits, **options, on_progress=ProgressLine())
-    fields = {"source": loaded.source, "dim": vectors.shape[1], "base": base, "queries": queries, **options}
-    fields["rows"] = [asdict(row) for row in rows]
-    write_json(output / "neighbors.json", fields, torch.device("cpu"), "faiss-cpu", "matplotlib")
-    write_atomically(output / "neighbors.md", markdown_table(rows))
-    plot_neighbors(rows, output / "neighbors.png")
-    typer.echo(markdown_table(rows))
+    with style():
+        figure = new_figure(4.4 * len(widths), 4.6)
+        for panel, width in zip(figure.subplots(1, len(widths), squeeze=False)[0], widths, strict=True):
+            for row in (row for row in rows if row.bits == width):
+                order = names.index(row.method)
+                look = {
+                    "color": COLORS[order],
+                    "marker": MARKERS[order],
+                    "ls": "-" if row.method in TURBOQUANTS else "--",
+                }
+                panel.plot(list(row.recall), list(row.recall.values()), label=row.method, **look)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(COUNTS, [str(k) for k in COUNTS])
+            panel.set(xlabel="k", ylabel="recall 1@k", title=f"{width} bits")
+        figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        save_figure(figure, path)

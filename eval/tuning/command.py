@@ -23,10 +23,10 @@ from kvcache_compress.cache.estimate import ModelShape
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS
-from kvcache_compress.eval.runner.command import load
+from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.runner.progress import ProgressLine
-from kvcache_compress.eval.studies.probe_layers import Window
-from kvcache_compress.eval.studies.probe_rules import Plans, plans_of, rules_yaml
+from kvcache_compress.eval.studies.layers import Window
+from kvcache_compress.eval.studies.rules import Plans, plans_of, rules_yaml
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.files.atomic import whole_file

@@ -25,8 +25,8 @@ from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.studies.probe_layers import Window
-from kvcache_compress.eval.studies.probe_rules import DENSE, Plans, compress_only, plans_of
+from kvcache_compress.eval.studies.layers import Window
+from kvcache_compress.eval.studies.rules import DENSE, Plans, compress_only, plans_of
 from kvcache_compress.eval.tasks.benchmark import Sample
 
 Progress = Callable[[int, int, str], None]

@@ -15,8 +15,8 @@ from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
-from kvcache_compress.eval.studies.probe_layers import Window
-from kvcache_compress.eval.studies.probe_rules import Plans, with_plans
+from kvcache_compress.eval.studies.layers import Window
+from kvcache_compress.eval.studies.rules import Plans, with_plans
 
 from .sensitivity import Progress, Sensitivity, Sides
 

@@ -26,7 +26,7 @@ def decode_plot(rows: Sequence[DecodeTime], title: str, path: Path) -> None:
     looks = {name: (COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)], "-") for i, name in enumerate(compressed)}
     looks["full"] = (THEME["ink"], "*", "--")
     with style():
-        figure, _ = new_figure(1.6 + 3.6 * len(batches), 4.4, axes=False)
+        figure = new_figure(1.6 + 3.6 * len(batches), 4.4)
         panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
         for ax, batch in zip(panels, batches, strict=True):
             for name in caches:

@@ -10,9 +10,8 @@ import pytest
 from support.small_model import small_config
 
 from kvcache_compress import CompressedCache, load_config
-from kvcache_compress.eval.cli.compare import Comparison
-from kvcache_compress.eval.runner.cells import Cell
-from kvcache_compress.eval.studies.embeddings import embeddings_from
+from kvcache_compress.eval.runner.comparison import Comparison
+from kvcache_compress.eval.studies.vectors import embeddings_from
 from kvcache_compress.eval.tasks.benchmark import make_benchmark
 from kvcache_compress.eval.tasks.haystack import haystack_words
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows
@@ -172,7 +171,6 @@ def test_json(case: str, tmp_path: Path) -> None:
     refused(lambda: read_jsonl(path, ()), "x.json, line 1", message)
     refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", message)
     refused(lambda: load_rows(str(path), "v1"), "x.json", message)
-    refused(lambda: Cell.read(path), "x.json: not a cell", message)
 
 
 def test_options_of_benchmarks_are_of_their_types() -> None:

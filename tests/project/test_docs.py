@@ -208,7 +208,7 @@ def test_messages_that_are_explained_exist() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "yaml")])
 def test_yaml_is_a_configuration_or_a_comparison(page: str, tmp_path: Path) -> None:
-    from kvcache_compress.eval.cli.compare import Comparison
+    from kvcache_compress.eval.runner.comparison import Comparison
 
     for number, text in enumerate(snippets(page, "yaml")):
         path = tmp_path / f"{number}.yaml"

@@ -113,7 +113,7 @@ def test_core_runs_without_extras(tmp_path: Path) -> None:
         (["memory", "--preset", "best-3bit"], "best-3bit", ""),
         (["eval", "--help"], "", ""),
         (["doctor"], "", ""),
-        (["eval", "report", "benchmarks/results/tasks"], "", "matplotlib"),
+        (["eval", "report", "benchmarks/results/tasks.jsonl"], "", "matplotlib"),
         (["calibrate", "--model", saved_model(), *text], "", "datasets"),
     ]
     given = json.dumps([words for words, _, _ in commands])

@@ -1,9 +1,8 @@
 """Small comparison with figures that can be computed by hand: five caches, two benchmarks, a failure and a gap."""
 
-from pathlib import Path
 from typing import Any
 
-from kvcache_compress.eval.runner.cells import Cell, cell_path, write_cell
+from kvcache_compress.eval.runner.table import Cell
 
 HOSTILE = '<script>alert("x")</script>|*量子*'
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -81,10 +80,3 @@ def comparison() -> list[Cell]:
         for kind, score in (("perplexity", kl), ("needle", recall))
         if score is not None
     ]
-
-
-def write_comparison(folder: Path, cells: list[Cell]) -> Path:
-    """A comparison's folder."""
-    for one in cells:
-        write_cell(cell_path(folder, one.model, one.benchmark["name"], one.cache["name"]), one)
-    return folder

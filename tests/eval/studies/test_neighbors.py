@@ -11,8 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.studies.indexes import TURBOQUANTS, TurboQuantIndex, builders, require_faiss
-from kvcache_compress.eval.studies.neighbors import COUNTS, NeighborRow, markdown_table, measure_neighbors, recall
+from kvcache_compress.eval.studies.neighbors import (
+    COUNTS,
+    TURBOQUANTS,
+    TurboQuantIndex,
+    builders,
+    measure_neighbors,
+    recall,
+    require_faiss,
+)
 from kvcache_compress.methods.turboquant.codec import TurboQuantOptions
 
 DIM = 32
@@ -47,7 +54,7 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     base, queries = clustered(300, 1), clustered(20, 2)
     whole, parts = (TurboQuantIndex(TurboQuantOptions(bits=2), DIM, seed=3) for _ in range(2))
     whole.add(base)
-    monkeypatch.setattr("kvcache_compress.eval.studies.indexes.BLOCK_VECTORS", 64)
+    monkeypatch.setattr("kvcache_compress.eval.studies.neighbors.BLOCK_VECTORS", 64)
     parts.add(base)
     assert len(parts.blocks) == 5
     assert torch.equal(whole.search(queries, 9), parts.search(queries, 9))
@@ -79,11 +86,11 @@ def test_all_indexes() -> None:
 def test_arguments() -> None:
     pytest.importorskip("faiss")
     base = clustered(300, 1)
-    with pytest.raises(ValueError, match="bits=3: allowed 1, 2, 4"):
+    with pytest.raises(ValueError, match="bits=3"):
         measure_neighbors(base, base, [3])
     with pytest.raises(ValueError, match="dimension 30"):
         builders(2, 30, 0)
-    with pytest.raises(ValueError, match="base of 200 vectors: allowed at least 256"):
+    with pytest.raises(ValueError, match="base=200"):
         measure_neighbors(base[:200], base)
     for name in ("repeats", "threads"):
         with pytest.raises(ValueError, match=f"{name}=0"):
@@ -94,12 +101,6 @@ def test_missing_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match="pip install"):
         require_faiss()
-
-
-def test_table() -> None:
-    row = NeighborRow("PQ", 2, 2.25, 2048, {k: 1 / k for k in COUNTS}, 0.5, 12.3456, 0.1)
-    line = markdown_table([row]).splitlines()[2]
-    assert line == "| PQ | 2 | 2.25 | 2 | 1.000 | 0.500 | 0.250 | 0.125 | 0.016 | 0.500 | 12.346 | 0.100 |"
 
 
 def test_command(tmp_path: Path) -> None:

@@ -10,16 +10,13 @@ import pytest
 import torch
 from support.fake_hub import FakeHub
 from support.paths import DATA
-from support.saved_model import saved_model
 from support.small_model import method_config, small_model
 from support.toy_tokenizers import Characters, GivenRun
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.gsm8k import INTRODUCTION, Gsm8k, extract_number, solution
 
 PUBLISHED = DATA / "gsm8k" / "train-400.jsonl"
@@ -139,21 +136,22 @@ def test_hub(model: LlamaForCausalLM, hub: FakeHub) -> None:
     assert [sample.id for sample in Gsm8k(shots=1, split="train").samples(model, Characters())] == ["2", "3", "4", "5"]
 
 
-def test_bad_files(model: LlamaForCausalLM, file: Path) -> None:
-    with pytest.raises(ValueError, match=r"shots=5: allowed at most 4 of the 5 rows in .*train\.jsonl"):
-        Gsm8k(data=file, shots=5).samples(model, Characters())
-    with pytest.raises(ValueError, match="no such file"):
-        Gsm8k(data=file.with_name("gone.jsonl")).samples(model, Characters())
-    with pytest.raises(ValueError, match=r"row 5, after 4 examples: \d+ tokens with the answer; allowed at most 4096"):
-        Gsm8k(data=file, shots=4, max_new_tokens=4000).samples(model, Characters())
-    file.write_text('{"question": "How many?"}\n')
-    with pytest.raises(ValueError, match="line 1: no column answer; it has question"):
-        Gsm8k(data=file, shots=0).samples(model, Characters())
-    file.write_text('{"question": "How many?", "answer": "4"}\n')
-    with pytest.raises(ValueError, match="row 1: no #### before the result in answer='4'"):
-        Gsm8k(data=file, shots=0).samples(model, Characters())
-    with pytest.raises(ValueError, match="benchmark gsm8k: shots=-1: input should be greater than or equal to 0"):
-        make_benchmark("gsm8k", {"shots": -1})
+@pytest.mark.parametrize(
+    ("content", "options", "named"),
+    [
+        (None, {"shots": 5}, "shots=5: "),
+        (None, {"shots": 4, "max_new_tokens": 4000}, "row 5, after 4 examples: "),
+        ('{"question": "How many?"}', {"shots": 0}, "line 1: no column answer"),
+        ('{"question": "How many?", "answer": "4"}', {"shots": 0}, "row 1: no #### .*answer='4'"),
+    ],
+)
+def test_bad_files(
+    model: LlamaForCausalLM, file: Path, content: str | None, options: dict[str, Any], named: str
+) -> None:
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=named):
+        Gsm8k(data=file, **options).samples(model, Characters())
 
 
 def test_caches_are_measured(model: LlamaForCausalLM, file: Path) -> None:
@@ -166,16 +164,6 @@ def test_caches_are_measured(model: LlamaForCausalLM, file: Path) -> None:
     whole = benchmark.model_copy(update={"cached_question": False})
     (again,) = Runner(model, Characters()).run("gsm8k", whole, specs[:1])
     assert again.score == pytest.approx(full.score, rel=1e-4)
-
-
-def test_command(file: Path) -> None:
-    options = ["--data", str(file), "--shots", "3", "--limit", "1", "--max-new-tokens", "4", "--cache", "fp8"]
-    ran = CliRunner().invoke(app, ["gsm8k", *options, "--model", saved_model()])
-    assert ran.exit_code == 0, ran.output
-    assert "accuracy" in ran.stdout
-    ran = CliRunner().invoke(app, ["gsm8k", "--data", "gone.jsonl", "--cache", "fp8"])
-    assert ran.exit_code == 1
-    assert "data='gone.jsonl': no such file" in ran.stderr
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="GSM8K's file is not here")

@@ -17,9 +17,8 @@ from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_ca
 from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner.cells import Cell, read_cells
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks.benchmark import make_benchmark
+from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_logits, cut_windows
 from kvcache_compress.modeling.loading import load_model
@@ -173,13 +172,6 @@ def test_several_texts_are_scored_apart_and_together(model: LlamaForCausalLM, te
     assert fp8.scores[f"perplexity.{domains[0]}"] != fp8.scores[f"perplexity.{domains[1]}"]
 
 
-def test_fp8_loses_a_little(model: LlamaForCausalLM, text: Path) -> None:
-    _, fp8 = run(model, text, fp8_cache())
-    assert fp8.packed_tokens == {"least": 64, "mean": 64, "most": 64}
-    assert fp8.packed_bits == pytest.approx(8, abs=0.01)
-    assert 0 < fp8.scores["kl"] < 0.05
-
-
 def test_preset_packs_all_but_its_windows(model: LlamaForCausalLM, text: Path) -> None:
     bare = preset_cache("turboquant-4bit", sink_tokens=0, recent_tokens=0, name="bare")
     windows = preset_cache("turboquant-4bit", sink_tokens=8, recent_tokens=16, name="windows")
@@ -191,16 +183,6 @@ def test_preset_packs_all_but_its_windows(model: LlamaForCausalLM, text: Path) -
     assert of_windows.scores["kl"] > 0
 
 
-def test_nothing_compressed_is_refused(model: LlamaForCausalLM, text: Path) -> None:
-    idle = dataclasses.replace(full_again(), lossless=False)
-    short = preset_cache("turboquant-4bit", sink_tokens=16, recent_tokens=64)
-    full, *others = run(model, text, idle, short)
-    assert full.error is None
-    for cell in others:
-        assert "nothing was compressed" in cell.error
-        assert cell.scores == {}
-
-
 def test_logits_that_are_not_finite_are_refused(model: LlamaForCausalLM, text: Path) -> None:
     class Broken(DynamicCache):
         def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -210,15 +192,6 @@ def test_logits_that_are_not_finite_are_refused(model: LlamaForCausalLM, text: P
     full, broken = run(model, text, spec)
     assert full.error is None
     assert broken.error == "cache='again': the model's logits are not finite"
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="step=17: allowed 1 to scored=16"):
-        make_benchmark("perplexity", {"scored": 16, "step": 17})
-    with pytest.raises(ValueError, match="benchmark perplexity: unknown key 'widows' for perplexity: "):
-        make_benchmark("perplexity", {"widows": 1})
-    with pytest.raises(ValueError, match=r"benchmark='perplexty': allowed .*perplexity"):
-        make_benchmark("perplexty", {})
 
 
 def test_bad_texts(model: LlamaForCausalLM, text: Path, tmp_path: Path) -> None:
@@ -235,18 +208,11 @@ def test_bad_texts(model: LlamaForCausalLM, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("turboquant-5000bit", r"allowed full, hqq-4.*or a preset: .*turboquant-5000bit"),
-        ("turboquant-4bit@sinks", "allowed after @ is sinks=N and recent=N"),
-        ("turboquant-4bit@sinks=-1", "allowed after @ is sinks=N and recent=N"),
-        ("turboquant-4bit@bits=2", "allowed after @ is sinks=N and recent=N"),
-        ("fp8@recent=0", "allowed after @ is nothing"),
-        ("full@residual=0", "allowed after @ is nothing"),
-    ],
+    "name",
+    ["turboquant-5000bit", "turboquant-4bit@sinks", "turboquant-4bit@bits=2", "fp8@recent=0", "full@residual=0"],
 )
-def test_bad_cache_names(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_cache_names(name: str) -> None:
+    with pytest.raises(ValueError, match=f"cache='{name}'"):
         resolve_cache(name)
 
 
@@ -259,28 +225,18 @@ def test_windows_in_a_name_come_before_the_options(model: LlamaForCausalLM) -> N
 
 def test_command(text: Path, tmp_path: Path) -> None:
     sizes = ["--prefix", "64", "--scored", "16", "--windows", "2", "--text", str(text)]
-    arguments = ["--cache", "full", "--cache", "fp8", *sizes, "--output", str(tmp_path), "--device", "cpu"]
+    arguments = ["--cache", "full", "--cache", "fp8", *sizes, "--output", str(tmp_path / "r.jsonl"), "--device", "cpu"]
     arguments += ["--model", saved_model()]
     ran = CliRunner().invoke(app, ["perplexity", *arguments])
     assert ran.exit_code == 0, ran.output
     assert "[4/4] perplexity" in ran.stderr
     assert "fp8" in ran.stdout
-    cells = read_cells(tmp_path)
-    assert [cell.cache["name"] for cell in cells] == ["fp8", "full"]
+    cells = read_cells(tmp_path / "r.jsonl")
+    assert [cell.cache["name"] for cell in cells] == ["full", "fp8"]
     assert cells[0].benchmark["options"]["texts"] == [f"{text.parent.name}/fox.txt"]
     assert cells[0].versions["torch"] == torch.__version__
     assert cells[0].hardware["cores"] > 0
     assert cells[0].command
-
-
-def test_command_reports_errors_in_one_line(tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["perplexity", "--cache", "fp8@sinks=1"])
-    assert ran.exit_code == 1
-    assert ran.stderr == "error: cache='fp8@sinks=1': allowed after @ is nothing\n"
-
-
-def test_default_text_is_long_enough_for_several_windows() -> None:
-    assert len(DEFAULT_TEXT.read_text(encoding="utf-8").split()) > 3600
 
 
 @pytest.mark.slow

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.paths import DATA
-from support.saved_model import saved_model
 from support.small_model import method_config, small_model
 from support.toy_tokenizers import Characters, GivenRun
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
 
 PUBLISHED = DATA / "ruler" / "niah_multikey_3-4096.jsonl"
@@ -96,7 +93,7 @@ def test_generation_length_of_each_task(model: LlamaForCausalLM, tmp_path: Path,
 
 def test_names_that_tell_no_task(model: LlamaForCausalLM, tmp_path: Path) -> None:
     path = write(tmp_path / "aqua.jsonl", ROW)
-    with pytest.raises(ValueError, match=r"aqua\.jsonl': allowed is one of niah, vt, cwe, fwe, qa in its name"):
+    with pytest.raises(ValueError, match=r"data='.*aqua\.jsonl'"):
         Ruler(data=path).samples(model, Characters())
     (sample,) = Ruler(data=path, task="qa").samples(model, Characters())
     assert (sample.data["task"], sample.data["max_new_tokens"]) == ("aqua", 32)
@@ -117,7 +114,7 @@ def test_folder_takes_its_files_in_turns(model: LlamaForCausalLM, tmp_path: Path
     ]
     assert len(Ruler(data=tmp_path, limit=1).samples(model, Characters())) == 3
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"none': no \.jsonl files in this folder"):
+    with pytest.raises(ValueError, match=r"data='.*none'"):
         Ruler(data=tmp_path / "none").samples(model, Characters())
 
 
@@ -160,37 +157,17 @@ def test_summary_is_a_mean_over_tasks() -> None:
 @pytest.mark.parametrize(
     ("row", "scoring", "message"),
     [
-        ({"index": 0, "prompt": "x"}, "generate", r"line 1: no column input, outputs, length; it has index, prompt"),
-        ({**ROW, "outputs": []}, "generate", r"row 1: outputs=\[\]; allowed .* is a list of at least one"),
-        ({**ROW, "outputs": "8"}, "generate", "row 1: outputs='8'; allowed"),
-        ({**ROW, "outputs": ["7", "8"]}, "forced", "row 1: outputs=.* with scoring=forced is a list of one"),
-        ({**ROW, "input": "word " * 820}, "generate", "row 1: 4229 tokens with the answer; allowed at most 4096"),
+        ({"index": 0, "prompt": "x"}, "generate", "line 1: no column input"),
+        ({**ROW, "outputs": []}, "generate", r"row 1: outputs=\[\]"),
+        ({**ROW, "outputs": "8"}, "generate", "row 1: outputs='8'"),
+        ({**ROW, "outputs": ["7", "8"]}, "forced", "row 1: outputs="),
+        ({**ROW, "input": "word " * 820}, "generate", "row 1: 4229 tokens"),
     ],
 )
 def test_bad_rows(model: LlamaForCausalLM, tmp_path: Path, row: dict[str, Any], scoring: str, message: str) -> None:
     path = write(tmp_path / "niah_single_1.jsonl", row)
     with pytest.raises(ValueError, match=message):
         Ruler(data=path, scoring=scoring).samples(model, Characters())
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="benchmark ruler: data: field required"):
-        make_benchmark("ruler", {})
-    with pytest.raises(ValueError, match="task='sums': input should be 'niah', 'vt', 'cwe', 'fwe' or 'qa'"):
-        make_benchmark("ruler", {"data": "x.jsonl", "task": "sums"})
-
-
-def test_command(tmp_path: Path) -> None:
-    row = {**ROW, "input": "Ann is 7. " * 20 + "\nHow old is Ann? Ann is"}
-    path = write(tmp_path / "niah_single_1.jsonl", row, row)
-    options = ["--scoring", "forced", "--cache", "fp8", "--model", saved_model()]
-    ran = CliRunner().invoke(app, ["ruler", "--data", str(path), *options])
-    assert ran.exit_code == 0, ran.output
-    assert "2 samples" in ran.stdout
-    assert "logprob" in ran.stdout
-    ran = CliRunner().invoke(app, ["ruler", "--data", "gone.jsonl", "--cache", "fp8"])
-    assert ran.exit_code == 1
-    assert "data='gone.jsonl': no such file or folder" in ran.stderr
 
 
 def test_caches_are_measured(model: LlamaForCausalLM, tmp_path: Path) -> None:

