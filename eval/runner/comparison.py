@@ -130,7 +130,8 @@ class Comparison(StrictOptions):
     def missing(self) -> dict[str, list[Path]]:
         """Files that do not exist, by the benchmark that reads them; those of models and caches under ''."""
         files = {name: list(vars(benchmark).values()) for name, benchmark in self.suite().items()}
-        mappings = [entry for entry in (*self.models, *self.caches) if not isinstance(entry, str)]
+        mappings: list[ModelEntry | CacheEntry] = [*self.entries()]
+        mappings += [entry for entry in self.caches if not isinstance(entry, str)]
         files[""] = [path for entry in mappings for path in (entry.codebooks, entry.statistics)]
         found = {name: [path for value in values for path in _paths(value)] for name, values in files.items()}
         return {name: gone for name, paths in found.items() if (gone := [p for p in paths if not p.exists()])}
