@@ -15,7 +15,7 @@ from kvcache_compress.eval.cli.app import app as evaluations
 
 NUMBERS = ("-1", "9" * 5000, "x", "nan")
 DEVICES = ("nodevice", "cuda:99", "cpu:x", "meta", "")
-NAMES = ("", "x" * 6000, "a\nb", "turboquant-4bit@sinks=99999999999999999999")
+NAMES = ("", "x" * 600, "a\nb", "turboquant-4bit@sinks=99999999999999999999")
 NOWHERE = "/nowhere/at/all"
 pytestmark = pytest.mark.usefixtures("offline")
 
