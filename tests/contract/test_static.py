@@ -173,6 +173,24 @@ def test_dtypes_that_change(tiny_model: Any, capacity: int) -> None:
 
 
 @both_kinds_of_steps
+def test_padding_mask_of_flash_attention(tiny_model: Any, capacity: int) -> None:
+    """A padding mask `[B, tokens so far]` gives the same result as the four-dimensional causal mask."""
+    side = {"method": "turboquant"}
+    config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": capacity}
+    layer = layer_of(tiny_model, config)
+    states = torch.randn(2, 2, 73, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(states[:, :, :70], states[:, :, :70])
+    layer.update(states[:, :, 70:], states[:, :, 70:])
+    padding = torch.ones(2, 73, dtype=torch.long)
+    padding[1, :9] = 0
+    whole = torch.zeros(2, 1, 3, capacity, dtype=torch.bool)
+    whole[..., :73] = torch.ones(3, 73, dtype=torch.bool).tril(70) & padding[:, None, None].bool()
+    query = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(1))
+    got, expected = (attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)) for mask in (padding, whole))
+    torch.testing.assert_close(got, expected)
+
+
+@both_kinds_of_steps
 def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Tensor, capacity: int) -> None:
     before = len(ops._LAYERS)
     config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "max_cache_len": 200}

@@ -38,6 +38,7 @@ def test_reports_the_logical_tensor(views: Any) -> None:
         assert view.device == dense.device
         assert view.ndim == view.dim() == 4
         assert view.size(2) == 71
+        assert len(view) == 2
         assert "packed=32" in repr(view)
 
 
