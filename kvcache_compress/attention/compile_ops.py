@@ -134,15 +134,9 @@ append.register_fake(lambda keys, *_: keys.new_empty(0))
 
 @torch.library.custom_op("kvcache_compress::attend", mutates_args=())
 def attend(
-    query: torch.Tensor,
-    appended: torch.Tensor,
-    mask: torch.Tensor | None,
-    s_aux: torch.Tensor | None,
-    scaling: float,
-    softcap: float,
-    number: int,
-    width: int,
-) -> torch.Tensor:
+    query: torch.Tensor, appended: torch.Tensor, mask: torch.Tensor | None, s_aux: torch.Tensor | None,
+    scaling: float, softcap: float, number: int, width: int,
+) -> torch.Tensor:  # fmt: skip
     """Attend with queries `[B, Hq, n, Dk]` to a layer; returns `[B, n, Hq, width]`."""
     keys, values = _LAYERS[number].views()
     return keys.attend(AttentionCall(query, Mask(mask), scaling, softcap or None, s_aux), values)
@@ -164,13 +158,9 @@ read.register_fake(lambda _, fresh, number, tokens, side: _longer(fresh, tokens)
 
 @torch.library.custom_op("kvcache_compress::update", mutates_args=())
 def update(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    number: int,
-    tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    number: int, tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Append keys and values `[B, H, n, D]`, then decode both sides to `[B, H, tokens, D]`."""
     k_view, v_view = _layer(number, cos, sin).append(keys, values)
     return k_view.dense(), v_view.dense()

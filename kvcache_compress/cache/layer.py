@@ -19,14 +19,7 @@ from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.checks import (
-    CROPS_TO_LENGTH,
-    PackableChecks,
-    check_batch,
-    check_states,
-    full_error,
-    tokens_after_crop,
-)
+from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
@@ -403,7 +396,11 @@ class CompressedLayer(RowOperations):
             if storage is None or (keys.shape[0] != self.batch_size and storage.empty):
                 self.lazy_initialization(keys, values)
             assert self.storage is not None
-            check_batch(keys.shape[0], self.batch_size)
+            if keys.shape[0] != self.batch_size:
+                raise ValueError(
+                    f"batch of {keys.shape[0]} for a cache that holds {self.batch_size}: use batch_select_indices or "
+                    "batch_repeat_interleave to change it, or reset() to start anew"
+                )
             held = self._widened(keys.dtype, values.dtype)
             as_held = held == (keys.dtype, values.dtype)
             keys, values = keys.to(held[0]), values.to(held[1])

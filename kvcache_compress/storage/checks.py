@@ -128,15 +128,6 @@ def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.T
             )
 
 
-def check_batch(new: int, held: int) -> None:
-    """Raise `ValueError` if the batch size of new tokens differs from the layer's."""
-    if new != held:
-        raise ValueError(
-            f"batch of {new} for a cache that holds {held}: use batch_select_indices or "
-            "batch_repeat_interleave to change it, or reset() to start anew"
-        )
-
-
 def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
     """Return how many of `length` tokens a crop leaves; raises `ValueError` where Transformers refuses the argument."""
     count = operator.index(tokens_to_remove)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +17,7 @@ from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, stati
 from .view import View
 
 
+@dataclass(eq=False)
 class DynamicStorage:
     """`sinks | packed | tail` of keys and values, in buffers that grow.
 
@@ -32,32 +34,22 @@ class DynamicStorage:
         leads_track: True for the layer that writes `track`.
     """
 
-    def __init__(
-        self,
-        sides: dict[Side, SideState],
-        windows: Windows,
-        checks: PackableChecks,
-        backend: Backend,
-        *,
-        flushes_steps: bool = True,
-        track: RopeTrack | None = None,
-        leads_track: bool = True,
-    ) -> None:
-        self.sides = sides
-        self.windows = windows
-        self.checks = checks
-        self.backend = backend
-        self.flushes_steps = flushes_steps
-        self.track = track
-        self.leads_track = leads_track
-        self.due: int | None = None
-        """Tokens that `close` packs after attention, because a codec needs the step's queries; None if there are no
-        such tokens."""
-        if windows.capacity is not None:
-            for state in sides.values():
-                state.store.make_static(windows.packed_capacity + windows.group)
-            if track is not None:
-                track.make_static(windows.packed_capacity, sides["keys"].sinks)
+    sides: dict[Side, SideState]
+    windows: Windows
+    checks: PackableChecks
+    backend: Backend
+    flushes_steps: bool = True
+    track: RopeTrack | None = None
+    leads_track: bool = True
+    due: int | None = field(default=None, init=False)
+    """Tokens that `close` packs after attention, because a codec needs the step's queries; None if there are none."""
+
+    def __post_init__(self) -> None:
+        if self.windows.capacity is not None:
+            for state in self.sides.values():
+                state.store.make_static(self.windows.packed_capacity + self.windows.group)
+            if self.track is not None:
+                self.track.make_static(self.windows.packed_capacity, self.sides["keys"].sinks)
 
     @property
     def tokens(self) -> int:

@@ -51,11 +51,8 @@ class StepBuffers:
 
     def fits(self, sides: Mapping[Side, SideState]) -> bool:
         """Return True if these sides have the buffers' batch, device and dtypes."""
-        held = {side: state.sinks for side, state in sides.items()}
-        return all(
-            (x.shape[0], x.device, x.dtype) == (held[side].shape[0], held[side].device, held[side].dtype)
-            for side, x in self.tail.items()
-        )
+        pairs = ((x, sides[side].sinks) for side, x in self.tail.items())
+        return all((x.shape[0], x.device, x.dtype) == (y.shape[0], y.device, y.dtype) for x, y in pairs)
 
     def load(self, side: Side, state: SideState, packed: int) -> None:
         """Copy the sinks and the tail of a side that has `packed` packed tokens."""
