@@ -305,17 +305,15 @@ def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> Non
 def test_other_models_and_missing_files() -> None:
     """A file of another model, and none, are refused at construction; so are values, and bits that split a byte."""
     sides = {"values": {"method": "none"}}
-    with pytest.raises(
-        ValueError, match=r"statistics='none\.safetensors' for spectral: .* `kvcache-compress calibrate"
-    ):
+    with pytest.raises(ValueError, match=r"statistics='none\.safetensors'"):
         CompressedCache(small_config(), {"keys": {**_SIDE, "statistics": "none.safetensors"}, **sides})
-    with pytest.raises(ValueError, match=r"keys\.group=64 for spectral: allowed only with statistics='prefill'"):
+    with pytest.raises(ValueError, match=r"keys\.group=64"):
         CompressedCache(small_config(), {"keys": {**_SIDE, "group": 64}, **sides})
-    with pytest.raises(ValueError, match=r"group=48 for spectral: allowed 32, 64, 128"):
+    with pytest.raises(ValueError, match="group=48"):
         CompressedCache(small_config(), {"keys": {"method": "spectral", "group": 48}, **sides})
-    with pytest.raises(ValueError, match=r"made for 'llama', not for .* 3 layers with 2 key/value heads of 32"):
+    with pytest.raises(ValueError, match="layers 3 in the file, 2 here"):
         CompressedCache(small_config(), {"keys": _SIDE, **sides})
-    with pytest.raises(ValueError, match=r"bits=2\.1 for spectral: allowed multiples of 0\.25"):
+    with pytest.raises(ValueError, match=r"bits=2\.1"):
         CompressedCache(small_config(), {"keys": {**_SIDE, "bits": 2.1}, **sides})
     with pytest.raises(ValueError, match="spectral for values"):
         CompressedCache(small_config(), {"keys": {"method": "none"}, "values": _SIDE})
@@ -346,7 +344,7 @@ def test_command(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"bits": float("nan")}, r"bits"),
-        ({"values": 3}, r"values=3: allowed a method's name or its options"),
+        ({"values": 3}, "values=3"),
         ({"any_model": True}, r"any_model"),
     ],
 )
