@@ -264,9 +264,9 @@ class CompressedLayer(RowOperations):
 
     def _hand_out(self, *views: View) -> None:
         """Keep track of views for as long as somebody uses them."""
-        self._views = [view for view in self._views if view() is not None]
+        self._views, awaits = [view for view in self._views if view() is not None], self.awaits_queries
         for view in views:
-            view.owner, view.awaited_queries = self, self.awaits_queries
+            view.owner, view.awaited_queries = self, awaits
             self._views.append(weakref.ref(view))
 
     def release_views(self, kept: int | None = None) -> None:
@@ -299,10 +299,10 @@ class CompressedLayer(RowOperations):
         storage = self.storage
         assert storage is not None
         gradients = (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled()
-        fused = self.fused and not gradients
-        if self.awaits_queries and not fused:
+        fused, awaits = self.fused and not gradients, self.awaits_queries
+        if awaits and not fused:
             self.close(None)
-        if fused and (self.awaits_queries or (not first and (keys.packed or capacity is not None))):
+        if fused and (awaits or (not first and (keys.packed or capacity is not None))):
             self._hand_out(keys, values)
             return keys, values
         if first:

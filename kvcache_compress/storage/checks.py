@@ -16,7 +16,6 @@ CROPS_TO_LENGTH = tuple(map(int, transformers.__version__.split(".")[:2])) < (5,
 """True for Transformers before 5.20, whose `crop` takes a positive number as the length to keep."""
 LONGEST = torch.finfo(torch.float16).max
 """Largest norm of a vector that can be packed, because norms and scales are stored in 16 bits."""
-
 FLAG_NUMBERS = 4
 """Numbers per flag, so that each flag starts at a multiple of 16 bytes."""
 

@@ -34,15 +34,13 @@ class Slots:
         device = self.length.device
         newest = self.length - self.sinks - 1
         tail = newest - (newest - torch.arange(self.tail_capacity, device=device)) % self.tail_capacity
-        first = torch.arange(self.sinks, device=device)
-        packed = torch.arange(self.packed_capacity, device=device)
+        first, packed = (torch.arange(count, device=device) for count in (self.sinks, self.packed_capacity))
         holds = torch.cat([first < self.length, packed < self.packed, tail >= self.packed])
         return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
 
     def mask(self, mask: Mask, count: int) -> Mask:
         """Convert a mask over tokens to one over slots; its `count` queries are the last tokens."""
-        tokens, holds = self.tokens()
-        return mask.reordered(tokens, holds, count, self.length)
+        return mask.reordered(*self.tokens(), count, self.length)
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
         """Reorder slots `[B, H, slots, D]` by token: `[B, H, capacity, D]`, zero where there is no token."""

@@ -146,9 +146,8 @@ class View:
         path = path or self.path(call, values) or self.backend
         assert path is not None
         record(path.name, call.query.shape[2])
-        mask = self._stored_mask(call, path)
-        if mask is not call.mask:
-            call = replace(call, mask=mask)
+        if call.mask.tensor is not None or self.slots is not None or self.padding is not None:
+            call = replace(call, mask=self._stored_mask(call, path))
         with on_device(call.query):
             return path.attend(call, self, values)
 

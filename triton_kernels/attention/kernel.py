@@ -135,7 +135,7 @@ def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
 def _zero_tiles(M: tl.constexpr, SIDE: tl.constexpr):
     b_tiles = ()
     for i in tl.static_range(len(SIDE.widths)):
-        b_tiles = b_tiles + (tl.zeros([SIDE.widths[i], M], tl.float32),)
+        b_tiles = b_tiles + (tl.zeros([tl.constexpr(SIDE.widths[i]), M], tl.float32),)
     return b_tiles
 
 
