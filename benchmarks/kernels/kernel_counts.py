@@ -21,7 +21,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 from unittest import mock
@@ -33,6 +33,7 @@ from kernel_variants import Variant, attention_variants, stored_bytes
 from kvcache_compress.bench.layers import encoded_side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.methods.commvq.codec import CommVQCodec
 from kvcache_compress.triton_kernels.attention import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +103,9 @@ def launches(variant: Variant, tokens: int, emulator: Emulator) -> list[Launched
         encoded_side(*pair, side, variant.head_dim, variant.dtype, heads=HEADS, packed=tokens)
         for side, pair in (("keys", variant.keys), ("values", variant.values))
     )
+    for codec in (keys.codec, values.codec):
+        if isinstance(codec, CommVQCodec) and codec.books:  # files are mapped at any address, a GPU's memory is aligned
+            codec.books = replace(codec.books, books=codec.books.books.clone())
     query = torch.randn(1, HEADS * variant.groups, variant.count, variant.head_dim).to(variant.dtype)
     emulator.launches.clear()
     with mock.patch.object(launch, "split_sizes", lambda packed, *_: (packed, 1)):
