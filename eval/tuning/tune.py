@@ -28,7 +28,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Budget:
-    """What a cache may take, everything counted: bits per packed number, or bytes of the whole cache.
+    """Upper limit of a cache's size, with everything counted: bits per packed number, or bytes of the whole cache.
 
     bits: scalars, cos and sin counted.
     memory: bytes of a cache of `batch` sequences of `tokens` tokens; dense tokens and tables of the methods count too.

@@ -1,4 +1,4 @@
-"""What commands share: the console, a line while libraries are imported, and errors printed as one line."""
+"""Helpers of all commands: the console, a notice while libraries load, and errors printed as one line."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, one per entry of `Codec.fields`, each `[B, H, tokens / field.tokens,
 *field.shape]`."""
 Statistics: TypeAlias = dict[str, torch.Tensor]
-"""What a codec measured on the first tokens, by name. Names, shapes and dtypes follow from its options alone."""
+"""A codec's measurements of the first tokens, by name. Its options alone fix their names, shapes and dtypes."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
-"""What a codec needs of RoPE: nothing, the pairing of channels, or also cos and sin of each group's first token."""
+"""A codec's use of RoPE: none, the pairing of channels, or also cos and sin of each group's first token."""
 
 HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
 """Optional parts of a codec for fast back ends, each a `cached_property`; `set_statistics` drops the cached values.
@@ -49,7 +49,7 @@ class MethodOptions(StrictOptions):
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What a codec is made for: side, layer, sizes, dtype and device."""
+    """The side, layer, sizes, dtype and device that a codec is made for."""
 
     side: Side
     head_dim: int
@@ -128,7 +128,7 @@ class Codec(ABC):
 
     @classmethod
     def rope_use(cls, options: Any, side: Side) -> RopeUse:
-        """What this side needs of RoPE, in layers that have RoPE."""
+        """This side's use of RoPE, in layers that have RoPE."""
         return "none"
 
     @classmethod

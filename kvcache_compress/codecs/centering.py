@@ -16,7 +16,7 @@ def switch_from_yaml(center: Any) -> Any:
 
 
 Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch_from_yaml)]
-"""Whether to subtract the mean key of the first prefill: always, never, or only in heads where it is large (`auto`)."""
+"""`on` subtracts the mean key of the first prefill, `off` never does, and `auto` does so in heads where it is large."""
 CENTER_SHARE = 0.1
 """Least share of the mean in the mean squared key norm at which `center: auto` subtracts it."""
 

@@ -20,7 +20,7 @@ from .centering import switch_from_yaml
 logger = logging.getLogger(__name__)
 
 Equalize: TypeAlias = Annotated[Literal["auto", "off"], BeforeValidator(switch_from_yaml)]
-"""Whether to divide outlier channels of keys by a factor before coding (`auto`), or never (`off`)."""
+"""`auto` divides outlier channels of keys by a factor before coding; `off` never does."""
 OUTLIER = 4.0
 """A channel is an outlier above this multiple of its head's median (of the RMS or the factor)."""
 SMALL_OUTLIER = 1 / 8

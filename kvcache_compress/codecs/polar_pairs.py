@@ -12,7 +12,7 @@ from .constants import on_cpu
 
 
 class PairCodes(NamedTuple):
-    """How a pair's angle and radius are coded.
+    """Coding of a pair by its angle and its radius.
 
     Attributes:
         angle_bits: bits of the angle.

@@ -44,7 +44,7 @@ class AngleCodebook:
 
 @dataclass(frozen=True)
 class LevelCodes:
-    """Where the `count` codes of one level are stored: code p is slot `base + p` of `words` words.
+    """Place of the `count` codes of one level in memory: code p is slot `base + p` of `words` words.
 
     Levels of a multiple of eight codes have words of their own; coarser levels of equal bits share words.
 

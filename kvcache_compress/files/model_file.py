@@ -93,7 +93,7 @@ class ModelFile:
     what: str
     facts: ModelFacts = field(hash=False)
     header: Mapping[str, Any] = field(hash=False)
-    """What the kind of file adds to the facts."""
+    """Entries of the header besides the facts, which depend on the kind of file."""
     dtypes: Mapping[str, torch.dtype] = field(hash=False)
     shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
 

@@ -48,7 +48,7 @@ class AttentionPath(Protocol):
 
 
 class Owner(Protocol):
-    """What views and compiled code use of a layer."""
+    """The part of a layer that views and compiled code use."""
 
     @property
     def awaits_queries(self) -> bool:

@@ -211,6 +211,23 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
 # Layers of every kind
 
 
+def continued(model: Any, cache: CompressedCache, path: Path, *steps: int) -> CompressedCache:
+    """Save a cache after 71 tokens and load it; the steps that follow are equal with both. Returns the loaded one."""
+    ids = torch.randint(1, family_cases.VOCAB, (2, 71 + sum(steps)), generator=torch.Generator().manual_seed(1))
+    prompt, step, *following = ids.split([70, 1, *steps], 1)
+    with torch.no_grad():
+        for part in (prompt, step):
+            model(input_ids=part, **with_cache(cache))
+        assert cache.packed_tokens > 0
+        cache.save(path)
+        loaded = CompressedCache.load(path, model.config)
+        assert int(loaded.get_seq_length()) == 71
+        for part in following:
+            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
+            assert torch.equal(got, expected)
+    return loaded
+
+
 def test_an_offloaded_cache(path: Path, tmp_path: Path) -> None:
     cache = CompressedCache.load(path, config())
     for layer in cache.layers:
@@ -228,17 +245,8 @@ def test_other_layers(family: str, tmp_path: Path) -> None:
     empty = CompressedCache(model.config, family_cases.method_config(family, "turboquant"))
     empty.save(tmp_path / "empty")
     cache = CompressedCache.load(tmp_path / "empty", model.config)
-    ids = torch.randint(1, family_cases.VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        for part in (ids[:, :70], ids[:, 70:71]):
-            model(input_ids=part, **with_cache(cache))
-        assert cache.packed_tokens > 0
-        cache.save(tmp_path / "x")
-        loaded = CompressedCache.load(tmp_path / "x", model.config)
-        assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
-        for part in (ids[:, 71:72], ids[:, 72:89], ids[:, 89:]):
-            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
-            assert torch.equal(got, expected)
+    loaded = continued(model, cache, tmp_path / "x", 1, 17, 1)
+    assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
     for index in [i for i, layer in enumerate(cache.layers) if type(layer).__name__ == "DynamicSlidingWindowLayer"][:1]:
         refuses(changed(tmp_path / "x", _attribute(index, "sliding_window", 8)), "sliding_window=8", model.config)
 
@@ -249,17 +257,7 @@ def test_static_layers(family: str, tmp_path: Path) -> None:
     model = family_cases.model(family)
     config = family_cases.method_config(family, "commvq" if family == "llama" else "turboquant")
     cache = CompressedCache(model.config, config.model_copy(update={"max_cache_len": 100}))
-    ids = torch.randint(1, family_cases.VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        for part in (ids[:, :70], ids[:, 70:71]):
-            model(input_ids=part, **with_cache(cache))
-        assert cache.packed_tokens > 0
-        cache.save(tmp_path / "x")
-        loaded = CompressedCache.load(tmp_path / "x", model.config)
-        assert int(loaded.get_seq_length()) == 71
-        for part in (ids[:, 71:72], *ids[:, 72:76].split(1, 1), ids[:, 76:]):
-            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
-            assert torch.equal(got, expected)
+    continued(model, cache, tmp_path / "x", 1, 1, 1, 1, 1, 14)
 
 
 def test_layers_that_cannot_be_saved(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is packed and kept, what steps see and by which path, and what batch operations and crops accept."""
+"""Rules of every method: which tokens are packed, what a step attends to, and which operations are refused."""
 
 import copy
 from collections.abc import Callable

@@ -37,7 +37,7 @@ def append_kernel(
         _copy(p_v, p_v_out, s_v_b, s_v_h, s_v_t, v_capacity, at, i_b, i_h, H, N, N_PAD, DV, DV_PAD)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}  # of their own, as keys of `repeated` take longer to make, at every step
+_plans: dict[tuple[Any, ...], Plan] = {}  # `repeated` makes its keys more slowly, and every step appends
 
 
 def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, at: int) -> None:

@@ -75,7 +75,7 @@ class PolarQuantRopeOptions(MethodOptions):
 
     @property
     def codes(self) -> PairCodes:
-        """How pairs are coded; the largest radius is one unit per cell, or one unit less as in the paper."""
+        """The coding of pairs. The largest radius is one unit per cell, or one unit less, as in the paper."""
         edge, tokens = self.reconstruction == "edge", self.group_size if self.radius_scale == "group" else 0
         steps, offset = 2**self.radius_bits - edge, 0.0 if edge else 0.5
         return PairCodes(self.angle_bits, self.radius_bits, tokens, steps, offset, self.scalar == "match")

@@ -1,1 +1,1 @@
-"""What every method's calibration uses: text, observed attention and the shell of the command."""
+"""Steps that all calibrations share: reading text and observing attention."""
