@@ -2,8 +2,8 @@
 
 python benchmarks/support_table.py
 
-Needs the development requirements; the families of `tests/support/family_sweep.py` run, and the kinds of models of
-`tests/support/family_cases.py` with every method.
+Runs the families of `tests/support/models/family_sweep.py`, and the kinds of models of
+`tests/support/models/family_cases.py` with every method. Needs the development requirements.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"
 sys.path.append(str(ROOT / "tests"))
 
-from support.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - found by the line above
-from support.family_sweep import CASES, verdict  # noqa: E402
+from support.models.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - found by the line above
+from support.models.family_sweep import CASES, verdict  # noqa: E402
 
 KINDS = {
     "fused": "packed, with fused attention",

@@ -32,9 +32,9 @@ from kvcache_compress.validation import (
 )
 
 from . import methods as methods  # importing it registers them
-from .registry import get_method as get_method
-from .registry import method_names as method_names
-from .registry import register_method as register_method
+from .methods.registry import get_method as get_method
+from .methods.registry import method_names as method_names
+from .methods.registry import register_method as register_method
 
 BUDGETS = {
     "best-4bit": "spectral-4bit",

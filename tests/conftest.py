@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from support.fake_hub import FakeHub
+    from support.models.fake_hub import FakeHub
 
 if "KVCACHE_COMPRESS_TEST_DEVICE" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from support.interpreter import patch
+        from support.kernels.interpreter import patch
 
         patch()
 
@@ -43,7 +43,7 @@ def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """An imitated hub in place of the real one."""
-    from support.fake_hub import FakeHub
+    from support.models.fake_hub import FakeHub
 
     found = FakeHub()
     found.install(monkeypatch)

@@ -18,12 +18,12 @@ from kvcache_compress.codecs.base import Codec, MethodOptions, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config, preset_names
-from kvcache_compress.registry import get_method
+from kvcache_compress.methods.registry import get_method
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.packed_store import PackedStore
-from kvcache_compress.storage.padding import PaddingRecord
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.padding import PaddingRecord
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.side import SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View

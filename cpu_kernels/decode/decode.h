@@ -202,7 +202,7 @@ template <int BITS, class Emit>
   }
 }
 
-// Levels of trellis codes of BITS bits (see codecs/trellis.py), looked up in halves of at most eight.
+// Levels of trellis codes of BITS bits (see codecs/quantizers/trellis.py), looked up in halves of at most eight.
 template <int BITS>
 class TrellisTable {
   static constexpr int COUNT = BITS == 1 ? 4 : 8;

@@ -1,4 +1,4 @@
-// Spectral keys: digits of two bits and of one bit along the rows of code space (see codecs/digits.py), and
+// Spectral keys: digits of two bits and of one bit along the rows of code space (see codecs/quantizers/digits.py), and
 // queries that are mapped anew for each group of tokens.
 #pragma once
 

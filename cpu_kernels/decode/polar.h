@@ -63,7 +63,7 @@ class PairDecoder : public Decoder {
   int64_t pairs_;
 };
 
-// Location of the codes of one level of a tree: see `LevelCodes` in `codecs/polar_tree.py`.
+// Location of the codes of one level of a tree: see `LevelCodes` in `codecs/quantizers/polar_tree.py`.
 struct LevelCodes {
   int64_t bits, count, field;
   Words words;
@@ -81,7 +81,7 @@ inline std::vector<LevelCodes> level_codes(const std::vector<int64_t>& places) {
   return levels;
 }
 
-// Recursive PolarQuant (Han et al., Algorithm 1; see `codecs/polar_tree.py`), from the roots down:
+// Recursive PolarQuant (Han et al., Algorithm 1; see `codecs/quantizers/polar_tree.py`), from the roots down:
 // r_(l-1) = [r_l cos | r_l sin].
 // Options: `PolarTree.places`. Fields: planes of all codes, then the radii of the roots. Tables: [2^bits, 2], cosines
 // and sines of each level, and for 8-bit radii a last one, [H, 256], of the radius of each code.

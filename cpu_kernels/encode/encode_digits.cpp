@@ -1,4 +1,4 @@
-// Encoder of spectral channels, the twin of `quantize` in codecs/digits.py: eight tokens at a time, channel
+// Encoder of spectral channels, the twin of `quantize` in codecs/quantizers/digits.py: eight tokens at a time, channel
 // by channel, for all scales that are tried.
 #include <cmath>
 

@@ -1,4 +1,4 @@
-// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `encode` in codecs/polar_tree.py: level
+// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `encode` in codecs/quantizers/polar_tree.py: level
 // by level for all tokens of a tile.
 #include <map>
 

@@ -1,4 +1,4 @@
-// Encoder of trellis-coded vectors, the twin of `quantize` in codecs/trellis.py: Viterbi's algorithm, all states of a
+// Encoder of trellis-coded vectors, the twin of `quantize` in codecs/quantizers/trellis.py: Viterbi's algorithm, all states of a
 // vector at once.
 #include <cmath>
 #include <utility>

@@ -9,9 +9,9 @@ from typing import get_args
 import torch
 
 from kvcache_compress.codecs.base import Fields
-from kvcache_compress.codecs.digits import DigitCodes, Tables
-from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
-from kvcache_compress.codecs.scalar import Scalar
+from kvcache_compress.codecs.quantizers.digits import DigitCodes, Tables
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.quantizers.scalar import Scalar
 from kvcache_compress.cpu_kernels import build
 
 _SCALARS = get_args(Scalar)
@@ -45,7 +45,7 @@ def quantize_pairs(
     angle_bits: int,
     radius_bits: int,
 ) -> Fields:
-    """Twin of `quantize` in `codecs/polar_pairs.py`; float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
+    """Twin of `polar_pairs.quantize`; float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
     numbers = (x.contiguous() for x in (real, imaginary, steps))
     return tuple(operator(*numbers, bounds, angle_bits, radius_bits))
@@ -54,7 +54,7 @@ def quantize_pairs(
 def quantize_tree(
     y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
 ) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """Twin of `encode` in `codecs/polar_tree.py` for float32 `y` `[..., D]`."""
+    """Twin of `encode` in `codecs/quantizers/polar_tree.py` for float32 `y` `[..., D]`."""
     points, bounds = [book.points for book in books], [book.bounds for book in books]
     operator = build.operators().quantize_tree.default
     *planes, energy, cross = operator(y.contiguous(), points, bounds, tree.places, books[0].lower)
@@ -64,7 +64,7 @@ def quantize_tree(
 def quantize_digits(
     y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables, factors: Sequence[float]
 ) -> Fields:
-    """Twin of `quantize` in `codecs/digits.py`, for a multiple of eight tokens: equal codes and scales."""
+    """Twin of `quantize` in `codecs/quantizers/digits.py`, for a multiple of eight tokens: equal codes and scales."""
     operator = build.operators().quantize_digits.default
     stored = digits.channels, digits.shifts, digits.counts.twos
     return tuple(operator(y.contiguous(), deviation, digits.kind, *tables, *stored, factors))

@@ -1,4 +1,4 @@
-// The scalar stored per vector: twin of codecs/scalar.py.
+// The scalar stored per vector: twin of codecs/quantizers/scalar.py.
 #pragma once
 
 #include <cmath>

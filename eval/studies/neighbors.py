@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from kvcache_compress.codecs.base import CodecContext, Fields
-from kvcache_compress.codecs.lloyd_max import lloyd_max_levels
+from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels
 from kvcache_compress.eval.provenance.artifacts import save_figure
 from kvcache_compress.eval.reporting.drawing import COLORS, MARKERS, new_figure, style
 from kvcache_compress.eval.reporting.report import markdown_table

@@ -19,7 +19,7 @@ import torch
 from kvcache_compress.backends.tiled import TILED
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.mask import AttentionCall, Mask
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.view import AttentionPath, View
 
 

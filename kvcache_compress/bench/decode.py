@@ -14,7 +14,7 @@ from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
-from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import View
 
 from .compare import LIBRARY_BAR, compare, compare_views

@@ -25,7 +25,7 @@ from kvcache_compress.methods.commvq.codebook_file import (
 )
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 

@@ -12,8 +12,8 @@ from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from kvcache_compress.modeling.hub import from_cache_or_hub
-from kvcache_compress.storage.rope_track import DTYPE as ROPE_DTYPE
-from kvcache_compress.storage.rope_track import rope_rows
+from kvcache_compress.storage.shared.rope_track import DTYPE as ROPE_DTYPE
+from kvcache_compress.storage.shared.rope_track import rope_rows
 from kvcache_compress.validation import one_line, quoted
 
 BF16_BYTES = 2

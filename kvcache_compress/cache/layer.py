@@ -21,8 +21,8 @@ from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
-from kvcache_compress.storage.padding import PaddingRecord
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.padding import PaddingRecord
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View

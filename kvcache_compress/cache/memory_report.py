@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.validation import size_text
 
 from .layer import CompressedLayer

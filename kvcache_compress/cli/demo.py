@@ -21,7 +21,7 @@ def demo(
 ) -> None:
     """Answer a question about a long text from compressed caches, and measure their time, memory and loss."""
     with importing():
-        from kvcache_compress.demo import QUESTION, Demo
+        from kvcache_compress.bench.demo import QUESTION, Demo
 
     with errors_as_lines():
         console.print(f"[bold]Loading {model}[/bold] (the first time takes half a minute) ...")

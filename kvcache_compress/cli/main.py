@@ -6,13 +6,14 @@ import warnings
 
 import typer
 
-from . import bench, build, calibrate, demo, doctor, evaluate, memory, presets, tune
+from . import bench, calibrate, demo, evaluate, installation, memory, presets, tune
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
 )
 for _command in (
-    demo.demo, presets.presets, memory.memory, calibrate.calibrate, tune.tune, bench.bench, build.build, doctor.doctor,
+    demo.demo, presets.presets, memory.memory, calibrate.calibrate, tune.tune, bench.bench,
+    installation.build, installation.doctor,
 ):  # fmt: skip
     app.command()(_command)
 app.command("eval", help=evaluate.HELP, context_settings=evaluate.PASSED_ON)(evaluate.evaluate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -18,7 +19,6 @@ from . import layout
 from .layout import Field
 from .mask import AttentionCall
 from .padding import LeftPadding
-from .rotation import hashed_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,6 +45,11 @@ class MethodOptions(StrictOptions):
     def idle(self) -> dict[str, str]:
         """Options that have no effect in this combination, each with the setting it needs; a config refuses them."""
         return {}
+
+
+def hashed_seed(*parts: int | str) -> int:
+    """32-bit seed for a torch generator, independent for different `parts`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from . import packing
 from .base import Codec, CodecContext, Fields, Rope, Statistics
-from .centering import Center, chosen_center, large_mean, mean_key
-from .equalization import channel_factors, channel_rms, chosen_equalize, has_outliers
+from .transforms.centering import Center, chosen_center, large_mean, mean_key
+from .transforms.equalization import channel_factors, channel_rms, chosen_equalize, has_outliers
 
 T = TypeVar("T")
 

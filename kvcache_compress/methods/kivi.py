@@ -15,7 +15,7 @@ from pydantic import field_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.registry import register_method
+from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide

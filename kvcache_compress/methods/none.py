@@ -9,7 +9,7 @@ import torch
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from kvcache_compress.codecs.layout import Field
-from kvcache_compress.registry import register_method
+from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide

@@ -17,13 +17,13 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from kvcache_compress.codecs.centering import Center
-from kvcache_compress.codecs.equalization import Equalize
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
-from kvcache_compress.codecs.scalar import quantize_on
-from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
-from kvcache_compress.registry import register_method
+from kvcache_compress.codecs.quantizers.scalar import quantize_on
+from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
+from kvcache_compress.codecs.transforms.centering import Center
+from kvcache_compress.codecs.transforms.equalization import Equalize
+from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide

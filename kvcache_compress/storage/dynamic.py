@@ -12,7 +12,7 @@ from kvcache_compress.codecs.mask import AttentionCall
 
 from .backend import Backend
 from .checks import PackableChecks, same_prompt
-from .rope_track import RopeTrack
+from .shared.rope_track import RopeTrack
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
 from .view import View
 

@@ -15,8 +15,8 @@ from kvcache_compress.modeling.rope import Rope
 
 from .checks import same_prompt
 from .packed_store import PackedStore, TailBuffer
-from .padding import PaddingRecord
-from .rope_track import RopeTrack
+from .shared.padding import PaddingRecord
+from .shared.rope_track import RopeTrack
 from .view import AttentionPath, View
 
 MAX_DECODE_TOKENS = 16

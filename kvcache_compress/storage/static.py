@@ -18,8 +18,8 @@ from kvcache_compress.codecs.base import Side
 
 from .checks import full_error, not_packable_error
 from .dynamic import DynamicStorage
+from .shared.slots import Slots
 from .side import MAX_DECODE_TOKENS, SideState
-from .slots import Slots
 from .step_buffers import FULL, StepBuffers
 from .view import View
 

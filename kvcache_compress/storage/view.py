@@ -18,8 +18,8 @@ from kvcache_compress.modeling.rope import Rope
 
 from .decoded import Origin
 from .packed_store import PackedStore
-from .rope_track import RopeTrack
-from .slots import Slots
+from .shared.rope_track import RopeTrack
+from .shared.slots import Slots
 
 DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time, a multiple of every group size."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.small_model import VOCAB, method_config, small_model
+from support.models.small_model import VOCAB, method_config, small_model
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.family_cases import build, method_config
+from support.models.family_cases import build, method_config
 from transformers import PreTrainedModel
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention

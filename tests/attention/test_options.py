@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_cases import build
-from support.small_model import VOCAB, method_config, small_model
+from support.models.family_cases import build
+from support.models.small_model import VOCAB, method_config, small_model
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

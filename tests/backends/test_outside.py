@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.small_model import VOCAB, method_config, small_model
+from support.models.small_model import VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.backends.choice import BACKENDS, resolve_backend

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import (
+from support.cache_name import with_cache
+from support.kernels.attention_cases import (
     BARS,
     BF16,
     DECLARED,
@@ -26,17 +27,16 @@ from support.attention_cases import (
     segments,
     tq,
 )
-from support.cache_name import with_cache
-from support.device import DEVICE
-from support.segment_makers import make_codec, make_side, poison  # noqa: F401
-from support.small_model import VOCAB, small_model
+from support.kernels.device import DEVICE
+from support.kernels.segment_makers import make_codec, make_side, poison  # noqa: F401
+from support.models.small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, register_position_hooks
 from kvcache_compress.backends import tiled
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import PathTaken, View, record_paths
 
 TILE = 64

@@ -11,7 +11,7 @@ import torch
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.mask import Mask
-from kvcache_compress.storage.rope_track import _warn_of_positions
+from kvcache_compress.storage.shared.rope_track import _warn_of_positions
 from kvcache_compress.storage.view import View
 
 CPU = torch.device("cpu")

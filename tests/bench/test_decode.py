@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.fake_device import fake_devices
+from support.kernels.fake_device import fake_devices
 
 from kvcache_compress.bench import decode
 from kvcache_compress.bench.layers import Shape

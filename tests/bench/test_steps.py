@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from support.small_model import VOCAB, small_model
+from support.models.small_model import VOCAB, small_model
 from transformers import Cache, PreTrainedModel
 
 from kvcache_compress.attention.interface import ATTENTION_NAME

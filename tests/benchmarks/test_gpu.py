@@ -34,7 +34,7 @@ import sys
 for name in ("typer", "rich", "accelerate", "datasets", "evaluate", "matplotlib", "gguf"):
     sys.modules[name] = None
 sys.path.append({tests!r})
-from support.interpreter import patch
+from support.kernels.interpreter import patch
 patch()
 """
 """Start of a Python in which only torch, Triton, Transformers, pydantic and what these need can be imported."""

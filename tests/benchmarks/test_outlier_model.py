@@ -7,7 +7,7 @@ from pathlib import Path
 import outlier_model
 import pytest
 import torch
-from support.saved_model import saved_model
+from support.models.saved_model import saved_model
 
 from kvcache_compress.modeling.loading import load_model
 

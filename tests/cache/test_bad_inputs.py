@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import family_cases
 from support.cache_name import with_cache
-from support.saved_files import ACCEPTED, config, filled, outcome, states
-from support.small_model import METHODS, method_config, small_config
+from support.files.saved_files import ACCEPTED, config, filled, outcome, states
+from support.models import family_cases
+from support.models.small_model import METHODS, method_config, small_config
 
 from kvcache_compress import (
     CommVQCache,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_model import small_config, statistics
+from support.models.small_model import small_config, statistics
 
 import kvcache_compress
 from kvcache_compress import PolarQuantCache, SpectralCache, TurboQuantCache

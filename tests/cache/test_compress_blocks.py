@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_model import VOCAB, method_config, small_model
+from support.models.small_model import VOCAB, method_config, small_model
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention

@@ -9,8 +9,17 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from support.cache_name import with_cache
-from support.fake_device import CPU, fake_devices
-from support.small_model import HEAD_DIM, HEADS, METHODS, VOCAB, method_config, mixed_config, small_config, small_model
+from support.kernels.fake_device import CPU, fake_devices
+from support.models.small_model import (
+    HEAD_DIM,
+    HEADS,
+    METHODS,
+    VOCAB,
+    method_config,
+    mixed_config,
+    small_config,
+    small_model,
+)
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvcache_compress import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.device import INTERPRETED
-from support.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
+from support.kernels.device import INTERPRETED
+from support.models.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 

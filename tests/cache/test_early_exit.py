@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.small_model import METHODS, method_config, small_model
+from support.models.small_model import METHODS, method_config, small_model
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcache_compress import (

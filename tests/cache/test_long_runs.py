@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.commvq_files import CONTRACT_MODEL
+from support.files.commvq_files import CONTRACT_MODEL
 from support.method_cases import declared
-from support.small_model import METHODS, SINKS, VOCAB, method_config, mixed_config, small_model
+from support.models.small_model import METHODS, SINKS, VOCAB, method_config, mixed_config, small_model
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +21,7 @@ from kvcache_compress import CompressedCache, compress, disable_fused_attention,
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.cache.estimate import cache_bytes, rope_bytes
 from kvcache_compress.cache.layer import FLUSH_TOKENS
-from kvcache_compress.storage.rope_track import DTYPE
+from kvcache_compress.storage.shared.rope_track import DTYPE
 
 LAYERS = 2
 PADDED = 7

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.small_model import VOCAB, method_config, small_config, small_model
+from support.models.small_model import VOCAB, method_config, small_config, small_model
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commvq_files import CONTRACT_MODEL
+from support.files.commvq_files import CONTRACT_MODEL
 from support.method_cases import declared
 from transformers import DynamicCache, LlamaConfig
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from support import family_cases
 from support.cache_name import with_cache
-from support.commvq_files import FOLDER, random_codebooks
+from support.files.commvq_files import FOLDER, random_codebooks
+from support.files.saved_files import Change, changed, config, filled, states
+from support.models import family_cases
+from support.models.small_model import HEAD_DIM, HEADS, codebooks, method_config, small_config
 from support.processes import as_process
-from support.saved_files import Change, changed, config, filled, states
-from support.small_model import HEAD_DIM, HEADS, codebooks, method_config, small_config
 
 from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
 from kvcache_compress.files import model_file

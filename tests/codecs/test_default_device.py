@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from support.attention_cases import DECLARED, PAIRS
+from support.kernels.attention_cases import DECLARED, PAIRS
 from support.method_cases import half_layout, random_track
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Side

@@ -9,8 +9,8 @@ import torch
 
 from kvcache_compress.codecs import linear
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
-from kvcache_compress.codecs.equalization import channel_factors, channel_rms
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.codecs.transforms.equalization import channel_factors, channel_rms
 from kvcache_compress.config import get_method
 
 HEADS, DIM = 2, 32

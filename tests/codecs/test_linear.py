@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope
-from kvcache_compress.codecs.centering import Center
 from kvcache_compress.codecs.layout import Field
 from kvcache_compress.codecs.linear import LinearCodec, Part
+from kvcache_compress.codecs.transforms.centering import Center
 
 
 class Options(MethodOptions):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.codecs.packing import unpack
-from kvcache_compress.codecs.scalar import boundaries, quantize
+from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.codecs.quantizers.scalar import boundaries, quantize
 
 
 def density(dim: int, points: int = 400_001) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.rotation import haar, random_rotation
-from kvcache_compress.codecs.sketch import sketch_constant, sketch_matrix
+from kvcache_compress.codecs.quantizers.sketch import sketch_constant, sketch_matrix
+from kvcache_compress.codecs.transforms.rotation import haar, random_rotation
 
 
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])

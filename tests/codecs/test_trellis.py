@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from kvcache_compress.codecs import packing, trellis
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.quantizers import trellis
 
 MSE = {1: 0.292, 2: 0.0832, 3: 0.0226}
 SCALAR_MSE = {1: 0.3634, 2: 0.1175, 3: 0.03454}

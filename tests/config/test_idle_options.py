@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.small_model import small_config
+from support.models.small_model import small_config
 
 from kvcache_compress import (
     CompressedCache,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.models.small_model import small_model
 from support.oracle import CASES, LAYERS, VOCAB, Case, Rotary, label, make_case
-from support.small_model import small_model
 from transformers import LlamaForCausalLM
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import family_cases
 from support.cache_name import with_cache
+from support.models import family_cases
 from transformers import cache_utils
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.cache.offloading import Offloading
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.view import record_paths
 
 SIDE = {"method": "turboquant", "bits": 6}

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
-from support.small_model import HEAD_DIM, HEADS, method_config, small_config
+from support.models.small_model import HEAD_DIM, HEADS, method_config, small_config
 from transformers.cache_utils import Cache
 
 from kvcache_compress import CompressedCache, compress

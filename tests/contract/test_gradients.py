@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.small_model import VOCAB, method_config, mixed_config, small_model
+from support.models.small_model import VOCAB, method_config, mixed_config, small_model
 from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention

@@ -10,11 +10,11 @@ import torch
 from outlier_model import with_outlier_channels
 from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
-from support.small_model import VOCAB, small_model
+from support.models.small_model import VOCAB, small_model
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.codecs import equalization
+from kvcache_compress.codecs.transforms import equalization
 from kvcache_compress.eval.caches.caches import preset_cache
 from kvcache_compress.eval.caches.prefill import prefill
 from kvcache_compress.storage.static import StaticStorage

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import attended
 from support.cache_name import with_cache
+from support.kernels.attention_cases import attended
 from support.oracle import CONFIGS
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig

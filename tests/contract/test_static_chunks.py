@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import attended
 from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
+from support.kernels.attention_cases import attended
 from support.oracle import label
 from torch.utils._python_dispatch import TorchDispatchMode
 

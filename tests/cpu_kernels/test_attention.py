@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.attention_cases import (
+from support.kernels.attention_cases import (
     BARS,
     CASES,
     F32,

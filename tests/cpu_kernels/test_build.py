@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.small_model import method_config, small_model
 from support.paths import ROOT
-from support.small_model import method_config, small_model
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.backends import cpp

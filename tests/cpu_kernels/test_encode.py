@@ -8,16 +8,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from support.encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
+from support.kernels.encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
 from support.method_cases import half_layout, random_track
-from support.small_model import method_config, small_model
+from support.models.small_model import method_config, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs import polar_pairs, polar_tree, scalar
 from kvcache_compress.codecs.base import Codec
-from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.codecs.quantizers import polar_pairs, polar_tree, scalar
+from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.cpu_kernels import build
 from kvcache_compress.cpu_kernels.encode import launch as encode
 from kvcache_compress.methods import kivi

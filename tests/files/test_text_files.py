@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_model import small_config
+from support.models.small_model import small_config
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.eval.runner.comparison import Comparison

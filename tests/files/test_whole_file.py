@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
-from support.saved_files import config, filled
+from support.files.saved_files import config, filled
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.eval.provenance.artifacts import save_figure, write_json

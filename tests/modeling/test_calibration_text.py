@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_hub import FakeHub
-from support.toy_tokenizers import START, Characters
+from support.models.fake_hub import FakeHub
+from support.models.toy_tokenizers import START, Characters
 
 from kvcache_compress.modeling.calibration.text import read_windows
 

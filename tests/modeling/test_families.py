@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import family_cases, shrink
 from support.cache_name import with_cache
-from support.family_cases import FAMILIES, METHODS, build, check, logits, method_config, model, outcome, refusal
+from support.models import family_cases, shrink
+from support.models.family_cases import FAMILIES, METHODS, build, check, logits, method_config, model, outcome, refusal
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 from support.cache_name import with_cache
-from support.family_sweep import NOT_RUN, SIX_BITS, logits, prompt, verdict
+from support.models.family_sweep import NOT_RUN, SIX_BITS, logits, prompt, verdict
+from support.models.shrink import FAMILIES, small_config, small_model
 from support.paths import ROOT
-from support.shrink import FAMILIES, small_config, small_model
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcache_compress import CompressedCache, compress

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fake_hub import FakeHub
-from support.small_model import small_model
+from support.models.fake_hub import FakeHub
+from support.models.small_model import small_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

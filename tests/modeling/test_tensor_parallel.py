@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import tensor_parallel_worker
-from support.commvq_files import random_codebooks, random_encoder
+from support.files.commvq_files import random_codebooks, random_encoder
+from support.files.spectral_files import statistics_of
+from support.kernels import tensor_parallel_worker
+from support.models.small_model import HEAD_DIM, small_config, small_model
 from support.paths import ROOT
 from support.processes import as_process
-from support.small_model import HEAD_DIM, small_config, small_model
-from support.spectral_files import statistics_of
 from transformers import LlamaConfig
 
 from kvcache_compress.codecs.base import CodecContext

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from support.cache_name import with_cache
-from support.small_model import VOCAB, method_config, mixed_config, small_model
+from support.models.small_model import VOCAB, method_config, mixed_config, small_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

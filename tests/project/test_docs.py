@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import typer
-from support.commvq_files import random_codebooks
+from support.files.commvq_files import random_codebooks
+from support.files.spectral_files import random_statistics
+from support.models.saved_model import saved_model
 from support.paths import ROOT
-from support.saved_model import saved_model
-from support.spectral_files import random_statistics
 
 from kvcache_compress import CompressedCache, disable_fused_attention
 from kvcache_compress.cli import app

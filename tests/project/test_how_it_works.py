@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from support.cache_name import with_cache
+from support.models.small_model import small_model
 from support.paths import ROOT
-from support.small_model import small_model
 
 import kvcache_compress
 from kvcache_compress import TurboQuantCache, enable_fused_attention

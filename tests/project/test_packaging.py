@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.models.saved_model import saved_model
 from support.paths import ROOT
-from support.saved_model import saved_model
 
 from kvcache_compress import __version__
 

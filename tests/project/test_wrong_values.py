@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_model import small_model
+from support.models.small_model import small_model
 from typer.main import get_command
 from typer.testing import CliRunner
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvcache_compress.codecs.mask import left_padding
-from kvcache_compress.storage import padding as module
-from kvcache_compress.storage.padding import PaddingRecord
+from kvcache_compress.storage.shared import padding as module
+from kvcache_compress.storage.shared.padding import PaddingRecord
 
 MASK = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 0, 1]])
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from support.method_cases import half_layout
-from support.small_model import HEAD_DIM, HEADS, method_config, small_config
+from support.models.small_model import HEAD_DIM, HEADS, method_config, small_config
 from transformers import LlamaConfig
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.cache.estimate import rope_bytes
 from kvcache_compress.methods.commvq.codec import CommVQCodec
-from kvcache_compress.storage.rope_track import DTYPE, RopeTrack
+from kvcache_compress.storage.shared.rope_track import DTYPE, RopeTrack
 
 LAYERS, PADDED = 3, 5
 SPECTRAL, COMMVQ = (method_config(name, LAYERS) for name in ("spectral", "commvq"))

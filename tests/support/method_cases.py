@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.shared.rope_track import RopeTrack
 from support.paths import ROOT
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.device import EMULATED
-from support.segment_makers import make_codec, make_side, poison  # noqa: F401
+from support.kernels.device import EMULATED
+from support.kernels.segment_makers import make_codec, make_side, poison  # noqa: F401
 
 if EMULATED:
     from support.ptx.launch import Emulator, emulate

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.device import INTERPRETED
+from support.kernels.device import INTERPRETED
 from support.paths import ROOT
 
 ATTENTION = "attention/test_attention.py::test_kernel_equals_plain_attention"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import (
+from support.kernels.attention_cases import (
     BARS,
     F16,
     F32,
@@ -22,7 +22,7 @@ from support.attention_cases import (
     tq,
     trellis,
 )
-from support.device import EMULATED
+from support.kernels.device import EMULATED
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View

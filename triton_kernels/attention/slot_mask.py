@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.triton_kernels.common.plan import KernelCall
 
 from .query import CHUNK, map_query

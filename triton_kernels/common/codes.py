@@ -98,7 +98,7 @@ def trellis_columns(BITS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def load_registers(p_words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Load the words of trellis codes (see `codecs/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
+    """Load the words of trellis codes (`quantizers/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
     o_c = trellis_columns(BITS, PADDED)
     o_before = tl.where(o_c == 0, WORDS - 1, o_c - 1)
     p_token = p_words + o_row * WORDS + o_t[:, None] * WORDS

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs.constants import on_cpu
+from kvcache_compress.codecs.device import on_cpu
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.triton_kernels.common.codes import divides, load_codes, load_scales

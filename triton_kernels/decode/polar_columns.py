@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs.constants import on_cpu
-from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.device import on_cpu
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_words
 

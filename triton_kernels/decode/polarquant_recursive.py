@@ -1,4 +1,4 @@
-"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `codecs/polar_tree.py`).
+"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `codecs/quantizers/polar_tree.py`).
 
     a tile of tokens, from the roots down:  r_(ℓ-1) = [r_ℓ cos θ_ℓ | r_ℓ sin θ_ℓ],  ℓ = L, ..., 1
     score:       s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import PLANES
-from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, with_mean

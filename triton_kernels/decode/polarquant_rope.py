@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
-from kvcache_compress.codecs.polar_pairs import PairCodes
+from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes
 from kvcache_compress.triton_kernels.common import assembly, directions, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_row, load_scales, tile_channels
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch.nn import functional
 
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.digits import DigitCodes
 from kvcache_compress.codecs.layout import words_per_token
+from kvcache_compress.codecs.quantizers.digits import DigitCodes
 from kvcache_compress.triton_kernels.common import assembly, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, is_fast, launch_options, next_power_of_2

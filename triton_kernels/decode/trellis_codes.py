@@ -1,6 +1,6 @@
 """Unpack trellis codes of two and three bits to half-precision levels, by assembly: the fast path on NVIDIA GPUs.
 
-`codecs/trellis.py` has the codes.
+`codecs/quantizers/trellis.py` has the codes.
 """
 
 from __future__ import annotations

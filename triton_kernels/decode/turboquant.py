@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
-from kvcache_compress.codecs.scalar import Component
+from kvcache_compress.codecs.quantizers.scalar import Component
 from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
 from kvcache_compress.triton_kernels.common.codes import in_halves, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean

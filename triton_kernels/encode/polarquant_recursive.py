@@ -1,6 +1,6 @@
 """Recursive PolarQuant's encoder: rotation, codes of all levels and radii in one launch (Han et al., Algorithm 1).
 
-The codes are those of `encode` in `codecs/polar_tree.py`.
+The codes are those of `encode` in `codecs/quantizers/polar_tree.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES
-from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
-from kvcache_compress.codecs.scalar import Scalar
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.quantizers.scalar import Scalar
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 from kvcache_compress.triton_kernels.decode.polarquant_recursive import halves, level_columns, padding, points
 

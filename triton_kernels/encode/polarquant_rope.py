@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
-from kvcache_compress.codecs.polar_pairs import PairCodes
+from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder

@@ -1,4 +1,4 @@
-"""Spectral's encoder: digits and scale of keys in one launch, the twin of `codecs/digits.py`.
+"""Spectral's encoder: digits and scale of keys in one launch, the twin of `codecs/quantizers/digits.py`.
 
 For a key k at place b of a group whose first token was turned by R, with the encoding E, deviations σ and points p:
 
@@ -20,9 +20,9 @@ import triton.language as tl
 from torch.nn import functional
 
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.digits import SEARCHED, DigitCodes, Tables
-from kvcache_compress.codecs.digits import tables as points_on
 from kvcache_compress.codecs.layout import padded_words, words_per_token
+from kvcache_compress.codecs.quantizers.digits import SEARCHED, DigitCodes, Tables
+from kvcache_compress.codecs.quantizers.digits import tables as points_on
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
 

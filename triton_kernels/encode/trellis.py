@@ -1,4 +1,4 @@
-"""Viterbi's algorithm for trellis codes, the twin of `best_path` in `codecs/trellis.py`.
+"""Viterbi's algorithm for trellis codes, the twin of `best_path` in `codecs/quantizers/trellis.py`.
 
 A state holds the last six bits of the stream, the newest on top; here torch's numbers of states are reversed. The 64
 states of a token lie in eight registers of eight lanes. Each new bit takes the place of the oldest, so that costs move
@@ -11,7 +11,7 @@ back takes one lookup per block of 32 numbers, and finds the bits from which all
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs import trellis
+from kvcache_compress.codecs.quantizers import trellis
 
 STATES = tl.constexpr(trellis.STATES)
 UNREACHABLE = tl.constexpr(trellis.UNREACHABLE)

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs import trellis
 from kvcache_compress.codecs.layout import PLANES, padded_width, padded_words, words_per_token
-from kvcache_compress.codecs.scalar import Component, Scalar, boundaries
+from kvcache_compress.codecs.quantizers import trellis
+from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, boundaries
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 

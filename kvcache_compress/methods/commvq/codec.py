@@ -17,8 +17,8 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
-from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar, stored_scalar
-from kvcache_compress.registry import register_method
+from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar, stored_scalar
+from kvcache_compress.methods.registry import register_method
 
 from . import additive
 from .bit_encoder import BitEncoder

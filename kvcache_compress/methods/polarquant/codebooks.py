@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from kvcache_compress.codecs.polar_tree import AngleCodebook
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 
 _CELLS = 1 << 15
 _ITERATIONS = 30

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import field_validator
 
-from kvcache_compress.codecs import polar_tree
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from kvcache_compress.codecs.centering import Center, check_center
-from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import Field, check_head_dim
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, prepared
-from kvcache_compress.codecs.polar_tree import AngleCodebook
-from kvcache_compress.codecs.rotation import RotationKind, random_rotation
-from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar
-from kvcache_compress.registry import register_method
+from kvcache_compress.codecs.quantizers import polar_tree
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
+from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
+from kvcache_compress.codecs.transforms.centering import Center, check_center
+from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
+from kvcache_compress.codecs.transforms.rotation import RotationKind, random_rotation
+from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
 
 from .codebooks import make_codebook, offline_codebook, online_codebook

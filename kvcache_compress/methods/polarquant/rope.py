@@ -17,13 +17,13 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
-from kvcache_compress.codecs.centering import Center
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, centred, prepared
-from kvcache_compress.codecs.polar_pairs import PairCodes, quantize, quarter_bounds, radii
-from kvcache_compress.codecs.scalar import SCALE_MAX
+from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes, quantize, quarter_bounds, radii
+from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
+from kvcache_compress.codecs.transforms.centering import Center
+from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.registry import register_method
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide

@@ -3,8 +3,8 @@
 Keys come in groups. A key k_t = R_t z_t is coded as `x_t = R_(t - t0) (z_t - μ)`. R is the rotation of RoPE, t0 the
 first token of the group (its anchor) and μ the mean key before RoPE. Scores stay exact, since `q·k_t = (R_t0ᵀ q) · (x_t
 + R_(t - t0) μ)`, and the statistics of x do not depend on the group's position. x is mapped to spectral channels y
-(`transform.py`), which are quantized with different numbers of bits (`codecs/digits.py`). Each token stores one scalar,
-whose scale the encoder searches for.
+(`transform.py`), which are quantized with different numbers of bits (`codecs/quantizers/digits.py`). Each token
+stores one scalar, whose scale the encoder searches for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from kvcache_compress.codecs.base import (
     Side,
     Statistics,
 )
-from kvcache_compress.codecs.digits import (
+from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
+from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
+from kvcache_compress.codecs.quantizers.digits import (
     MOST_BITS,
     SEARCHED,
     DigitCodes,
@@ -37,13 +39,11 @@ from kvcache_compress.codecs.digits import (
     tables,
     two_bit_levels,
 )
-from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
-from kvcache_compress.codecs.scalar import SCALE_MAX
+from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.files.model_file import ModelFile
+from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
-from kvcache_compress.registry import register_method
 
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import prompt_statistics

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import field_validator, model_validator
 
-from kvcache_compress.codecs import packing, trellis
+from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from kvcache_compress.codecs.centering import Center, check_center
-from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
-from kvcache_compress.codecs.rotation import RotationKind, random_rotation
-from kvcache_compress.codecs.scalar import Scalar, quantize_on
-from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
-from kvcache_compress.registry import register_method
+from kvcache_compress.codecs.quantizers import trellis
+from kvcache_compress.codecs.quantizers.scalar import Scalar, quantize_on
+from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
+from kvcache_compress.codecs.transforms.centering import Center, check_center
+from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
+from kvcache_compress.codecs.transforms.rotation import RotationKind, random_rotation
+from kvcache_compress.methods.registry import register_method
 
 from .components import Codebook, Estimator, build_components, channel_sets, component_bits
 

@@ -9,9 +9,9 @@ import torch
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.layout import CODES_PER_WORD
-from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
-from kvcache_compress.codecs.scalar import Component
-from kvcache_compress.codecs.trellis import LEAST_WIDTH, TRELLIS_BITS, trellis_levels
+from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.codecs.quantizers.scalar import Component
+from kvcache_compress.codecs.quantizers.trellis import LEAST_WIDTH, TRELLIS_BITS, trellis_levels
 
 Estimator = Literal["mse", "prod"]
 Codebook = Literal["trellis", "lloyd_max", "uniform"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.small_model import METHODS, method_config, small_model
+from support.models.small_model import METHODS, method_config, small_model
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
 from kvcache_compress import enable_fused_attention

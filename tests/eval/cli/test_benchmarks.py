@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.saved_model import saved_model
+from support.models.saved_model import saved_model
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.cli.app import app

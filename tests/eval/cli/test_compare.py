@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.small_model import method_config, small_model
+from support.models.small_model import method_config, small_model
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

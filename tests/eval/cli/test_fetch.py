@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 from huggingface_hub import HfApi, constants
-from support.fake_hub import FakeHub
+from support.models.fake_hub import FakeHub
 from support.paths import ROOT
 from typer.testing import CliRunner
 

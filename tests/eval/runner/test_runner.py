@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.small_model import method_config, small_model
+from support.models.small_model import method_config, small_model
 from transformers import Cache, LlamaForCausalLM, PreTrainedModel
 
 from kvcache_compress import enable_fused_attention

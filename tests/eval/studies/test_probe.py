@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 from support.cache_name import with_cache
-from support.saved_model import saved_model
-from support.small_model import small_config, small_model
+from support.models.saved_model import saved_model
+from support.models.small_model import small_config, small_model
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 

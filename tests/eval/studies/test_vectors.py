@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.small_model import small_model
+from support.models.small_model import small_model
 
 from kvcache_compress.eval.studies.vectors import Embeddings, embeddings_from, hidden_states, load_embeddings
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.saved_model import saved_model
 from support.paths import DATA
-from support.saved_model import saved_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.small_model import method_config, small_model
+from support.models.toy_tokenizers import Characters, GivenRun
 from support.paths import DATA
-from support.small_model import method_config, small_model
-from support.toy_tokenizers import Characters, GivenRun
 from transformers import LlamaForCausalLM
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_hub import FakeHub
-from support.toy_tokenizers import START, Characters, GivenRun, Words
+from support.models.fake_hub import FakeHub
+from support.models.toy_tokenizers import START, Characters, GivenRun, Words
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.saved_model import saved_model
-from support.small_model import small_model
+from support.models.saved_model import saved_model
+from support.models.small_model import small_model
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cache_name import with_cache
-from support.saved_model import saved_model
+from support.models.saved_model import saved_model
 from torch.nn.functional import normalize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache

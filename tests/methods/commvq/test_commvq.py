@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cache_name import with_cache
-from support.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file, random_codebooks
+from support.files.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file, random_codebooks
 from support.method_cases import half_layout, random_track
 from transformers import AutoModelForCausalLM, Glm4Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Phi3Config
 
@@ -32,7 +32,7 @@ from kvcache_compress.methods.commvq.codebook_file import (
     write_codebooks,
 )
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
-from kvcache_compress.storage.rope_track import _warn_of_positions
+from kvcache_compress.storage.shared.rope_track import _warn_of_positions
 
 
 def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:

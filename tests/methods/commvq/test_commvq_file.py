@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.commvq_files import CONTRACT_MODEL, FOLDER, codebook_file
-from support.saved_files import changed
+from support.files.commvq_files import CONTRACT_MODEL, FOLDER, codebook_file
+from support.files.saved_files import changed
 from transformers import LlamaConfig
 
 from kvcache_compress import CommVQCache

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from kvcache_compress.cache.by_method import PolarQuantCache
-from kvcache_compress.codecs import polar_tree
 from kvcache_compress.codecs.layout import bytes_per_token
+from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.config import load_config
 from kvcache_compress.methods.polarquant.codebooks import make_codebook, offline_codebook, online_codebook
 

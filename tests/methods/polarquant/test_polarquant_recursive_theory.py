@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_compress.codecs import polar_tree
-from kvcache_compress.codecs.rotation import random_rotation
+from kvcache_compress.codecs.quantizers import polar_tree
+from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.polarquant.codebooks import angle_density, offline_codebook
 
 Make = Callable[..., Any]

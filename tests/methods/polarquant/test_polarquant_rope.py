@@ -11,7 +11,7 @@ from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.polar_pairs import radii
+from kvcache_compress.codecs.quantizers.polar_pairs import radii
 from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec, PolarQuantRopeOptions
 from kvcache_compress.modeling.rope import RopeLayout, rope_layout
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_cases import build
-from support.spectral_files import Characters, loss_of_keys
+from support.files.spectral_files import Characters, loss_of_keys
+from support.models.family_cases import build
 
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral

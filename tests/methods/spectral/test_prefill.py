@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import family_cases
 from support.cache_name import with_cache
+from support.files.spectral_files import statistics_file
 from support.method_cases import half_layout
-from support.small_model import small_model
-from support.spectral_files import statistics_file
+from support.models import family_cases
+from support.models.small_model import small_model
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import attention_forward
 from kvcache_compress.codecs.base import CodecContext, Prompt
-from kvcache_compress.codecs.digits import allocate_bits
 from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.codecs.quantizers.digits import allocate_bits
 from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
@@ -229,7 +229,7 @@ def test_short_prompts_wait(model: Any, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def statistics_of_model() -> str:
-    from support.small_model import statistics as file
+    from support.models.small_model import statistics as file
 
     return file()
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from outlier_model import with_large_means, with_outlier_channels
+from support.files.spectral_files import Characters, loss_of_keys, random_statistics, statistics_file
 from support.method_cases import half_layout
-from support.saved_model import saved_model
-from support.small_model import small_config, small_model
-from support.spectral_files import Characters, loss_of_keys, random_statistics, statistics_file
+from support.models.saved_model import saved_model
+from support.models.small_model import small_config, small_model
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from kvcache_compress import CompressedCache, SpectralCache, enable_fused_attention
 from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import Codec, CodecContext
-from kvcache_compress.codecs.digits import (
+from kvcache_compress.codecs.quantizers.digits import (
     DISTORTION,
     WEIGHTS,
     DigitCounts,

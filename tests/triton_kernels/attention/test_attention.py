@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import (
+from support.kernels.attention_cases import (
     BARS,
     BF16,
     CASES,
@@ -21,12 +21,12 @@ from support.attention_cases import (
     plain_attention,
     segments,
 )
-from support.device import INTERPRETED
+from support.kernels.device import INTERPRETED
 from support.ptx import inline
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common import plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from support.attention_cases import BARS, BF16, Case, error, kivi, plain_attention, segments, tq
+from support.kernels.attention_cases import BARS, BF16, Case, error, kivi, plain_attention, segments, tq
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View

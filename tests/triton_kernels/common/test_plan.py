@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from support.attention_cases import BARS, BF16, Case, attended, error, segments, tq
-from support.device import EMULATED
-from support.small_model import small_config
-from support.spectral_files import statistics_file
+from support.files.spectral_files import statistics_file
+from support.kernels.attention_cases import BARS, BF16, Case, attended, error, segments, tq
+from support.kernels.device import EMULATED
+from support.models.small_model import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache

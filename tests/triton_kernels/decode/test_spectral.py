@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import BARS, F16, Case, check_attention, error, plain_attention, segments, spectral, tq
+from support.kernels.attention_cases import (
+    BARS,
+    F16,
+    Case,
+    check_attention,
+    error,
+    plain_attention,
+    segments,
+    spectral,
+    tq,
+)
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 

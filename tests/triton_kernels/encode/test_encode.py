@@ -10,15 +10,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.device import DEVICE
-from support.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
+from support.kernels.device import DEVICE
+from support.kernels.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from support.method_cases import half_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs import packing, trellis
+from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.layout import PLANES, padded_words
-from kvcache_compress.codecs.scalar import Scalar
+from kvcache_compress.codecs.quantizers import trellis
+from kvcache_compress.codecs.quantizers.scalar import Scalar
 from kvcache_compress.triton_kernels.encode.trellis import best_path
 
 ROTATED = {"turboquant", "qjl", "polarquant_recursive", "spectral"}

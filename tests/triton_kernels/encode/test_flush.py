@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from support.device import DEVICE
-from support.encode_cases import assert_equal_but_for_ties
-from support.small_model import small_config, small_model
-from support.spectral_files import statistics_of
+from support.files.spectral_files import statistics_of
+from support.kernels.device import DEVICE
+from support.kernels.encode_cases import assert_equal_but_for_ties
+from support.models.small_model import small_config, small_model
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.bench.layers import use_backend

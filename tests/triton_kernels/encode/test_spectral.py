@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.device import DEVICE
-from support.encode_cases import assert_equal_but_for_ties
+from support.files.spectral_files import statistics_file
+from support.kernels.device import DEVICE
+from support.kernels.encode_cases import assert_equal_but_for_ties
 from support.method_cases import half_layout, random_track
-from support.spectral_files import statistics_file
 
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import packing

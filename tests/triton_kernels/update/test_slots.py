@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import attended
-from support.small_model import small_config, small_model
-from support.spectral_files import statistics_of
+from support.files.spectral_files import statistics_of
+from support.kernels.attention_cases import attended
+from support.models.small_model import small_config, small_model
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.bench.layers import use_backend

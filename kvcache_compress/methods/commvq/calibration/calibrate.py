@@ -14,8 +14,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.codecs.base import SIDES, Side
-from kvcache_compress.codecs.rotation import hashed_seed
+from kvcache_compress.codecs.base import SIDES, Side, hashed_seed
 from kvcache_compress.files.model_file import check_output
 from kvcache_compress.methods.commvq.codebook_file import (
     ALLOWED_CENTRES,

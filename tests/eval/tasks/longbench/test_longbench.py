@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_model import method_config, small_model
+from support.models.small_model import method_config, small_model
 from transformers import LlamaForCausalLM
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache

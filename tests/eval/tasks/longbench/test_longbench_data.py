@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
-from support.fake_hub import FakeHub
+from support.models.fake_hub import FakeHub
 from support.paths import DATA
 
 from kvcache_compress.eval.tasks.longbench.data import TASKS, V2, load_rows, resolve_tasks

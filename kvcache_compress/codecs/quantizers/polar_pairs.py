@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import packing
-from .constants import on_cpu
+from .. import packing
+from ..device import on_cpu
 
 
 class PairCodes(NamedTuple):

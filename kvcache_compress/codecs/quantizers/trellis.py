@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import packing
-from .base import Fields
-from .constants import on_cpu
+from .. import packing
+from ..base import Fields
+from ..device import on_cpu
 from .scalar import Scalar, stored_scalar
 
 MEMORY = 6

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcache_compress import CommVQCache, CompressedCache, disable_fused_attention, enable_fused_attention
 from support.cache_name import with_cache
-from support.small_model import VOCAB, method_config
+from support.models.small_model import VOCAB, method_config
 
 
 def cases(codebooks: str, statistics: str) -> Iterator[tuple[str, bool, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
-from .config import load_config
+from ..config import load_config
 
 FULL = "full cache"
 PASSAGE_TOKENS = 4096

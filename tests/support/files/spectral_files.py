@@ -16,7 +16,7 @@ from kvcache_compress.methods.spectral.transform import mean_table
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from support.cache_name import with_cache
-from support.commvq_files import CONTRACT_MODEL
+from support.files.commvq_files import CONTRACT_MODEL
 
 FOLDER = Path(tempfile.mkdtemp(prefix="spectral-"))
 

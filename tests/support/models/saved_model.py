@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from support.small_model import small_model
+from support.models.small_model import small_model
 
 
 @cache

@@ -21,8 +21,8 @@ from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import codebook_facts, write_codebooks
 from kvcache_compress.storage.view import record_paths
 from support.cache_name import with_cache
-from support.commvq_files import FOLDER, codebook_file, random_codebooks
-from support.spectral_files import statistics_of
+from support.files.commvq_files import FOLDER, codebook_file, random_codebooks
+from support.files.spectral_files import statistics_of
 
 VOCAB, SINKS, RECENT = 64, 4, 8
 STEPS = [60, 1, 5, 20, 1]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.files.model_file import checksum
-from support.small_model import RECENT, SINKS, method_config, small_config
+from support.models.small_model import RECENT, SINKS, method_config, small_config
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor], dict[str, str]], Any]
 """Function that changes the header, the tensors and the other metadata of a file in place."""

@@ -1,4 +1,4 @@
-"""`kvcache-compress doctor`."""
+"""`kvcache-compress build` and `kvcache-compress doctor`: the CPU kernels, and what is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rich.table import Table
 
-from .console import console
+from .console import console, fail
+
+
+def build() -> None:
+    """Compile the CPU kernels now, once for this machine, instead of at their first use."""
+    from kvcache_compress.cpu_kernels.build import problem
+
+    if reason := problem():
+        fail(f"the CPU kernels are unavailable: {reason}")
+    console.print("the CPU kernels are built")
 
 
 def doctor() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 from pydantic import BeforeValidator
 
-from .base import CodecContext, Side
+from ..base import CodecContext, Side
 
 
 def switch_from_yaml(center: Any) -> Any:

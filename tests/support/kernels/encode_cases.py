@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvcache_compress.codecs.base import Codec, Fields
-from kvcache_compress.codecs.scalar import boundaries
+from kvcache_compress.codecs.quantizers.scalar import boundaries
 from kvcache_compress.modeling.rope import Rope
 from support.method_cases import declared_list
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import packing
-from .base import Fields
-from .constants import on_cpu
-from .layout import CODES_PER_WORD, PLANES, Field, code_fields
+from .. import packing
+from ..base import Fields
+from ..device import on_cpu
+from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 
 
 @dataclass(frozen=True)

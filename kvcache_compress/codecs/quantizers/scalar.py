@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from . import packing
-from .base import Fields
+from .. import packing
+from ..base import Fields
 
 Scalar = Literal["norm", "match", "unbiased", "least_squares"]
 SCALE_MAX = torch.finfo(torch.float16).max

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import packing
-from .base import Fields
-from .constants import on_cpu
+from .. import packing
+from ..base import Fields
+from ..device import on_cpu
 from .lloyd_max import lloyd_max_levels
 from .scalar import boundaries
 

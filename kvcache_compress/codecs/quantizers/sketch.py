@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from .rotation import haar
+from ..transforms.rotation import haar
 
 SketchKind = Literal["orthogonal", "gaussian"]
 

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress.methods.commvq.codebook_file import write_codebooks
-from support.commvq_files import FOLDER, random_codebooks
-from support.spectral_files import statistics_of
+from support.files.commvq_files import FOLDER, random_codebooks
+from support.files.spectral_files import statistics_of
 
 VOCAB, HEADS, HEAD_DIM = 64, 2, 32
 SINKS, RECENT = 4, 8

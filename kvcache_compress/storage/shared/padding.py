@@ -12,7 +12,7 @@ import torch
 from kvcache_compress.codecs.mask import left_padding
 from kvcache_compress.codecs.padding import LeftPadding
 
-from .checks import same_prompt
+from ..checks import same_prompt
 
 logger = logging.getLogger(__name__)
 

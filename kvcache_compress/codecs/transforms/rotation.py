@@ -1,8 +1,7 @@
-"""Random rotations, which spread a vector's energy evenly over its coordinates, and seeds."""
+"""Random rotations, which spread a vector's energy evenly over its coordinates."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal
 
 import torch
@@ -10,11 +9,6 @@ import torch
 RotationKind = Literal["haar", "hadamard"]
 ROUNDS = 3
 """Rounds of a Hadamard rotation. One maps a single channel to ±1/√d, two to a grid as coarse as a 3-bit codebook."""
-
-
-def hashed_seed(*parts: int | str) -> int:
-    """32-bit seed for a torch generator, independent for different `parts`."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 def random_rotation(kind: RotationKind, dim: int, seed: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from kvcache_compress.modeling.rope import Rope, RopeLayout, rotary_embedding
 
-from .packed_store import grown_capacity
+from ..packed_store import grown_capacity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .constants import on_cpu
+from ..device import on_cpu
 
 _CELLS = 1 << 16
 

@@ -16,7 +16,7 @@ from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.view import View
-from support.device import DEVICE
+from support.kernels.device import DEVICE
 from support.method_cases import half_layout, random_track
 
 CodecMaker: TypeAlias = Callable[..., Codec]

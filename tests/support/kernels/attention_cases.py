@@ -13,9 +13,9 @@ import torch
 from kvcache_compress.bench.compare import relative_error
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import AttentionPath, View
-from support.commvq_files import codebook_file
+from support.files.commvq_files import codebook_file
+from support.files.spectral_files import statistics_file
 from support.method_cases import declared
-from support.spectral_files import statistics_file
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 BARS = {torch.float64: 1e-5, F32: 1e-5, F16: 2e-3, BF16: 2e-3}

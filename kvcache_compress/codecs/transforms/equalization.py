@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from pydantic import BeforeValidator
 
-from .base import CodecContext, Side
+from ..base import CodecContext, Side
 from .centering import switch_from_yaml
 
 logger = logging.getLogger(__name__)

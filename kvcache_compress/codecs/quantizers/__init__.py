@@ -1,0 +1,1 @@
+"""Quantizers: numbers, pairs or vectors to codes and back."""

@@ -1,0 +1,1 @@
+"""Transforms of keys and values before quantization."""
