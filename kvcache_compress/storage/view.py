@@ -255,17 +255,21 @@ class View:
         """Decode as `dense`; writes into the result reach the layer (`DecodedTensor`)."""
         with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
             before = replace(self)
+            written: torch.Tensor | None = None
 
             def write_back(x: torch.Tensor, replaced: bool) -> None:
+                nonlocal written
                 if self.owner is None:
                     return
                 try:
                     if replaced:
                         raise ValueError(f"the memory of a cache's {self.side} cannot be replaced; use copy_() instead")
-                    self.owner.write(self.side, x, before.dense())
+                    self.owner.write(self.side, x, before.dense() if written is None else written)
                 except ValueError:
                     x.copy_(self.dense())
                     raise
+                finally:
+                    written = x.clone()
 
             origin = Origin(before.dense(), write_back)
             return origin.tied(origin.base)

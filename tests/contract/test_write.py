@@ -41,6 +41,7 @@ def in_place(layer: Any) -> None:
     keys, values = layer.keys, layer.values
     keys[:, :, :2].zero_()
     keys[:, :, -1].add_(1)
+    keys[:, :, -2].neg_().neg_()  # writes back what was there
     values[:, 0, -1:] *= 2
     values[:, 1, -3:].copy_(values[:, 0, -3:])
     torch.neg(values[:, 1, -1], out=values[:, 1, -1])
