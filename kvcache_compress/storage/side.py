@@ -21,8 +21,11 @@ from .view import AttentionPath, View
 
 MAX_DECODE_TOKENS = 16
 """Most queries of a decode kernel, and most tokens of a step with static shapes."""
-MAX_DRAFT_TOKENS = 128
-"""Most tokens of a step or draft. They stay dense until the next tokens arrive, because a draft may be cropped."""
+MAX_DRAFT_TOKENS = 129
+"""Most tokens of a step or draft: 128 candidates and the token before them.
+
+They stay dense until the next tokens arrive, because a draft may be cropped.
+"""
 
 
 @dataclass(frozen=True)
