@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import runpy
@@ -47,13 +46,9 @@ def run(command: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 
 
-def read_notebook() -> nbformat.NotebookNode:
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
 def run_notebook() -> nbformat.NotebookNode:
     """The notebook with the outputs of a new run, without times of day, versions and warnings."""
-    notebook = read_notebook()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -63,15 +58,8 @@ def run_notebook() -> nbformat.NotebookNode:
     return notebook
 
 
-def notebook_text(notebook: nbformat.NotebookNode) -> str:
-    """Output of the notebook's cells."""
-    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
-    return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
-
-
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Examples to run, by default all.")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file for what is printed, instead of the page.")] = None,
 ) -> None:
     os.chdir(ROOT)
     printed = {}
@@ -80,16 +68,13 @@ def main(
             continue
         printed[command] = run(command)
         typer.echo(f"$ python {command}\n{printed[command]}")
-    notebook = run_notebook() if not names or NOTEBOOK.stem in names else read_notebook()
-    if output is not None:
-        output.write_text(json.dumps(printed | {NOTEBOOK.name: notebook_text(notebook)}), encoding="utf-8")
-        return
     page = PAGE.read_text(encoding="utf-8")
     for command, text in printed.items():
         head = f"```bash\npython {command}\n```\n\n```text\n"
         page = page.replace(f"{head}{documented()[command]}```", f"{head}{text}```")
     write_atomically(PAGE, page)
-    write_atomically(NOTEBOOK, nbformat.writes(notebook) + "\n")
+    if not names or NOTEBOOK.stem in names:
+        write_atomically(NOTEBOOK, nbformat.writes(run_notebook()) + "\n")
 
 
 if __name__ == "__main__":

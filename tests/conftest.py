@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the files that take longest first: a worker that began one last would leave the others idle."""
-    longest = ("test_aot.py", "test_compiled.py", "test_examples.py", "test_gpu.py", "test_cli.py")
+    longest = ("test_aot.py", "test_compiled.py", "test_gpu.py", "test_operations.py", "test_drafts.py")
     items.sort(key=lambda item: item.path.name not in longest)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, small_model
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from support.models.small_model import VOCAB, method_config, small_config, small_model
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
@@ -85,7 +84,8 @@ def test_enable_and_disable(attention: str, prompt: torch.Tensor) -> None:
 
 
 def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """A copy of a model with fused attention has it too, and each is switched off separately."""
+    """A copy of a model with fused attention has it too, with hooks of its own; each is switched off separately."""
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     expected = generate(model, prompt)
     enable_fused_attention(model)
     twin = copy.deepcopy(model)
@@ -97,6 +97,8 @@ def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tenso
     assert cache.packed_tokens > 0
     disable_fused_attention(twin)
     assert twin.config._attn_implementation == "sdpa"
+    for each in (model, twin):
+        assert [len(module._forward_pre_hooks) for module in each.modules()] == hooks
 
 
 def test_saving_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor, tmp_path: Path) -> None:
@@ -130,44 +132,13 @@ def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) ->
     assert all(torch.equal(a, b) for a, b in zip(runs(), expected, strict=True))
 
 
-def test_arguments_are_in_the_order_of_transformers(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """The attention function accepts its first six arguments by position, as wrappers such as kvpress pass them."""
+def test_arguments_are_in_the_order_of_transformers() -> None:
+    """The attention function accepts its first arguments by position, as wrappers such as kvpress pass them."""
     names = [list(inspect.signature(f).parameters)[:7] for f in (attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"])]
     assert names[0] == names[1]
-    enable_fused_attention(model)
-    expected = generate(model, prompt, **with_cache(CompressedCache(model.config, TURBOQUANT)))
-
-    def wrapper(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float, **kwargs: Any
-    ) -> Any:
-        return attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = wrapper
-    try:
-        cache = CompressedCache(model.config, TURBOQUANT)
-        assert torch.equal(generate(model, prompt, **with_cache(cache)), expected)
-        assert cache.packed_tokens > 0
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
 
 
 # compress()
-
-
-def test_compress_restores(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    expected = generate(model, prompt)
-    with compress(model, TURBOQUANT) as handle:
-        with pytest.raises(RuntimeError, match="no cache yet"):
-            _ = handle.last_cache
-        assert model.config._attn_implementation == ATTENTION_NAME
-        generate(model, prompt)
-        first = handle.last_cache
-        assert first.packed_tokens > 0
-        generate(model, prompt[:, :40])
-        assert handle.last_cache is not first, "each call gets a cache of its own"
-    assert "generate" not in vars(model)
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(generate(model, prompt), expected)
 
 
 def test_compress_restores_after_errors(model: LlamaForCausalLM) -> None:
@@ -178,36 +149,6 @@ def test_compress_restores_after_errors(model: LlamaForCausalLM) -> None:
         compress(model, {**TURBOQUANT, "layers": [{"match": 9, "method": "none"}]}),
     ):
         pass
-    assert "generate" not in vars(model)
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_compress_fused_or_not(model: LlamaForCausalLM, prompt: torch.Tensor, enabled: bool) -> None:
-    """Leaving a block restores the switch, and `fused` applies within it."""
-    if enabled:
-        enable_fused_attention(model)
-    before, outputs = model.config._attn_implementation, []
-    for fused in (True, False, None):
-        with compress(model, TURBOQUANT, fused=fused) as handle:
-            assert (model.config._attn_implementation == ATTENTION_NAME) == (fused is not False)
-            outputs.append(generate(model, prompt))
-            assert handle.last_cache.packed_tokens > 0
-        assert model.config._attn_implementation == before
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
-
-
-def test_compress_nested(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """The innermost block applies, and the outer one again after it."""
-    with compress(model, TURBOQUANT) as outer:
-        with compress(model, {**TURBOQUANT, "keys": "kivi"}) as inner:
-            generate(model, prompt)
-            assert inner.last_cache.compression.keys.method == "kivi"
-            assert outer.cache is None
-        generate(model, prompt)
-        assert outer.last_cache.packed_tokens > 0
-        assert model.config._attn_implementation == ATTENTION_NAME
     assert "generate" not in vars(model)
     assert model.config._attn_implementation == "sdpa"
 
@@ -227,38 +168,56 @@ def test_compress_leaves_own_caches_alone(model: LlamaForCausalLM, prompt: torch
         assert handle.cache is None
 
 
-def test_compress_overrides_a_cache_implementation(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    with compress(model, TURBOQUANT) as handle:
-        expected = generate(model, prompt)
-        assert torch.equal(generate(model, prompt, cache_implementation="static"), expected)
-        model.generation_config.cache_implementation = "static"
-        assert torch.equal(generate(model, prompt), expected)
-        assert handle.last_cache.packed_tokens > 0
-    assert model.generation_config.cache_implementation == "static"
-    model.generation_config.cache_implementation = None
+# Attention that cannot be switched
 
 
-def test_flash_attention_is_asked_for_by_its_own_name(
-    model: LlamaForCausalLM, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The previous flash attention runs under its own name, as its function reads its version from the config."""
-    seen = []
+class BuiltIn(LlamaForCausalLM):
+    """A model whose class has its attention built in, as Transformers reports it."""
 
-    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-        seen.append(module.config._attn_implementation)
-        return sdpa(module, query, key, value, mask, **kwargs)
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return False
 
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
-    monkeypatch.setitem(
-        ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    )
-    expected = generate(model, prompt, **with_cache(CompressedCache(model.config, TURBOQUANT)))
-    model.config._attn_implementation_internal = "flash_attention_2"
-    enable_fused_attention(model)
-    cache = CompressedCache(model.config, TURBOQUANT)
-    assert torch.equal(generate(model, prompt, **with_cache(cache)), expected)
-    assert cache.packed_tokens > 0
-    assert seen
-    assert set(seen) == {"flash_attention_2"}
-    assert model.config._attn_implementation == "kvcache_compress"
+
+@pytest.fixture
+def stubborn(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    return BuiltIn(model.config).eval()
+
+
+def test_attention_that_cannot_be_switched(stubborn: LlamaForCausalLM) -> None:
+    before = stubborn.config._attn_implementation
+    with pytest.raises(ValueError, match="BuiltIn does not take its attention from"):
+        enable_fused_attention(stubborn)
+    with pytest.raises(ValueError, match="does not take its attention"), compress(stubborn, TURBOQUANT, fused=True):
+        pass
+    assert stubborn.config._attn_implementation == before
+    assert "generate" not in vars(stubborn)
+
+
+def test_compress_works_without_the_switch(stubborn: LlamaForCausalLM) -> None:
+    """`compress` decodes at each step if attention cannot be switched, with the same tokens as an unfused cache."""
+    prompt = torch.arange(1, 61)[None]
+    cache = CompressedCache(stubborn.config, TURBOQUANT)
+    expected = stubborn.generate(prompt, **with_cache(cache), max_new_tokens=6, do_sample=False)
+    with compress(stubborn, TURBOQUANT) as handle:
+        got = stubborn.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert handle.last_cache.packed_tokens > 0
+    assert torch.equal(got, expected)
+
+
+class HandMade(PreTrainedModel):
+    """A model defined outside of Transformers, with its own attention."""
+
+    config_class = LlamaConfig
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return False
+
+
+def test_other_models() -> None:
+    with pytest.raises(ValueError, match="HandMade does not take its attention"):
+        enable_fused_attention(HandMade(small_config()))
+    for function in (enable_fused_attention, disable_fused_attention):
+        with pytest.raises(ValueError, match="a transformers PreTrainedModel, or a PeftModel of one"):
+            function(torch.nn.Linear(2, 2))

@@ -50,23 +50,6 @@ def test_weights_are_those_of_the_previous_attention(family: str, by_config: boo
         torch.testing.assert_close(fused.logits, plain.logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gpt2"])
-@torch.no_grad()
-def test_weights_over_all_the_room_of_a_static_layer(family: str, ids: torch.Tensor) -> None:
-    """Weights of prompts, chunks and steps are those of unfused attention and of Transformers' static cache."""
-    model = build(family, attn_implementation="eager")
-    config = CONFIG.model_copy(update={"max_cache_len": 96})
-    outputs = []
-    for switch in (disable_fused_attention, enable_fused_attention):
-        switch(model)
-        cache = CompressedCache(model.config, config)
-        parts = (ids, ids[:, :20], ids[:, :1])
-        outputs.append([model(input_ids=part, **with_cache(cache), output_attentions=True) for part in parts])
-    for plain, fused in zip(*outputs, strict=True):
-        assert {weights.shape[3] for weights in fused.attentions} == {96}
-        torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("family", ["llama", *SILENT])
 def test_generate_returns_weights(family: str, ids: torch.Tensor) -> None:
     model = build(family, attn_implementation="eager")

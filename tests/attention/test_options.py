@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.family_cases import build
 from support.models.small_model import VOCAB, method_config, small_model
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -75,17 +74,6 @@ def test_options_that_change_nothing(previous: str, ids: torch.Tensor, caplog: p
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_router_logits(family: str, ids: torch.Tensor) -> None:
-    """Mixtures of experts pass the request for the router's logits on to their attention."""
-    model = build(family)
-    enable_fused_attention(model)
-    expected, fused, cache = stepped(model, ids)
-    logits, taken, _ = stepped(model, ids, output_router_logits=True)
-    assert taken == fused == {cache.layers[-1].backend.name}
-    assert torch.equal(logits, expected)
-
-
 def test_unknown_options_are_named_once(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
     model = small_model()
     enable_fused_attention(model)
@@ -124,9 +112,10 @@ def test_packed_sequences_of_flash_attention(
     """Flash attention reads `cu_seq_lens_*` and windows in place of a mask, so such a step is its own."""
     seen = []
 
-    def flash(*args: Any, **options: Any) -> Any:
+    def flash(module: Any, *args: Any, **options: Any) -> Any:
         seen.append(options.get("cu_seq_lens_q"))
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **options)
+        assert module.config._attn_implementation == "flash_attention_2", "it reads its version from the config"
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
     masks = ALL_MASK_ATTENTION_FUNCTIONS
@@ -141,16 +130,4 @@ def test_packed_sequences_of_flash_attention(
     assert seen[-1] is LENGTHS
     assert "the option cu_seq_lens_q" in caplog.text
     assert stepped(model, ids, sliding_window=1024)[1] == {"decode"}
-
-
-def test_compiled_code_names_options_too(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
-    model = small_model(1)
-    enable_fused_attention(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    cache = CompressedCache(model.config, method_config("turboquant", 1))
-    with torch.no_grad():
-        for part in ids[:, :61].split([60, 1], 1):
-            compiled(input_ids=part, temperature_of_heads=0.5, **{cache_argument(): cache})
-    assert cache.packed_tokens > 0
-    assert caplog.text.count("does not support the option temperature_of_heads") == 1
+    assert model.config._attn_implementation == interface.ATTENTION_NAME

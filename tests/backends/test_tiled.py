@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cache_name import with_cache
 from support.kernels.attention_cases import (
     BARS,
     BF16,
@@ -29,15 +28,13 @@ from support.kernels.attention_cases import (
 )
 from support.kernels.device import DEVICE
 from support.kernels.segment_makers import make_codec, make_side, poison  # noqa: F401
-from support.models.small_model import VOCAB, small_model
 
-from kvcache_compress import CompressedCache, enable_fused_attention, register_position_hooks
 from kvcache_compress.backends import tiled
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.shared.slots import Slots
-from kvcache_compress.storage.view import PathTaken, View, record_paths
+from kvcache_compress.storage.view import View
 
 TILE = 64
 """Tokens per tile in these tests, a multiple of every group size."""
@@ -127,33 +124,6 @@ def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., View]) -> None:
     assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F32]
 
 
-def _chunks(backend: str, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
-    """Logits of a small model whose prompt comes in three chunks, of which two attend to packed tokens."""
-    torch.manual_seed(0)
-    model = small_model().to(dtype)
-    (enable_fused_attention if fused else register_position_hooks)(model)
-    config = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "kivi", "bits": 4}, "backend": backend}
-    cache = CompressedCache(model.config, config | {"sink_tokens": 4, "recent_tokens": 16})
-    ids = torch.randint(1, VOCAB, (2, 360))
-    found = []
-    for start, stop in ((0, 200), (200, 230), (230, 360)):
-        mask = torch.ones(2, stop, dtype=torch.long)
-        mask[1, :90] = 0
-        with torch.no_grad():
-            found.append(model(ids[:, start:stop], attention_mask=mask, **with_cache(cache)).logits[:, -20:])
-    assert cache.packed_tokens > 2 * TILE
-    return torch.cat(found, 1)
-
-
-@pytest.mark.parametrize(("backend", "dtype"), [("torch", F32), ("torch", BF16), ("auto", BF16)])
-def test_chunks_of_a_prompt_never_decode_a_layer(backend: str, dtype: torch.dtype) -> None:
-    with record_paths() as taken:
-        ours = _chunks(backend, dtype, fused=True)
-    assert taken == [PathTaken("tiled", 30)] * 2 + [PathTaken("tiled", 130)] * 2
-    theirs = _chunks(backend, dtype, fused=False)
-    assert error(ours, theirs) <= (1e-5 if dtype == F32 else 1e-2)
-
-
 @pytest.mark.parametrize("least", [-2e4, torch.finfo(torch.float32).min, -torch.inf])
 def test_additive_masks_of_any_size(least: float, make_side: Callable[..., View]) -> None:
     """A row masked everywhere by a finite number attends to all tokens equally; by infinity, to none."""
@@ -172,20 +142,6 @@ def test_additive_masks_of_any_size(least: float, make_side: Callable[..., View]
     assert out[1, 2].eq(0).all() == (least == -torch.inf)
     if least == -2e4:  # beside which float32 holds nine bits of the logits' fractions; beside lower numbers, nothing
         assert error(out[1, 2], expected[1, 2]) <= 2e-3
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., View]) -> None:
-    case = Case(packed=160, count=40)
-    keys, values = segments(case, make_side)
-    query = torch.randn(2, 6, 40, 64)
-    mask = torch.ones(2, keys.shape[2] + 9, dtype=torch.long)[:, 9:]
-    mask[1, :100] = 1 - padded
-    allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
-    longer = torch.nn.functional.pad(mask, (7, 0))  # of a cache with room for more: the last tokens count
-    keys = replace(keys, backend=BACKENDS["torch"])
-    out = keys.attend(AttentionCall.of(query, longer, scaling=0.125), values)
-    assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,6 @@ def test_other_libraries_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch)
     assert [[*(row.libraries or ())] for row in rows] == [["sdpa"]]  # on CPUs there is nothing of theirs
 
 
-def test_other_libraries_get_tokens_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.OTHERS, "flash_attn", lambda *given: lambda: grouped(*given))
-    monkeypatch.setattr(decode, "peers", lambda _: {"flash_attn": peers.OTHERS["flash_attn"]})
-    found = decode.full_time("tiny", TINY["tiny"], 1, 64, CPU, torch.bfloat16, 1)
-    assert (found.libraries, found.bits) == ({"flash_attn": found.milliseconds}, 16)
-
-
 @pytest.mark.parametrize("grouped_queries", [False, True])
 def test_pytorchs_attention_with_queries_apart_or_grouped(grouped_queries: bool) -> None:
     query, keys, values = torch.randn(3, 4, 64), torch.randn(3, 2, 48, 64), torch.randn(3, 2, 48, 64)

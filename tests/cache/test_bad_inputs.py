@@ -1,4 +1,4 @@
-"""Generated bad inputs: each gives a clear error or a correct result, and an error leaves the cache as it was.
+"""Bad inputs: each gives a clear error, which leaves the cache as it was, or a correct result.
 
 `saved_files.outcome` defines a clear error; `test_saving.py` does the same for files.
 """
@@ -15,6 +15,10 @@ from support.cache_name import with_cache
 from support.files.saved_files import ACCEPTED, config, filled, outcome, states
 from support.models import family_cases
 from support.models.small_model import METHODS, method_config, small_config
+from transformers import (
+    Gemma3TextConfig,
+    Qwen3NextConfig,
+)
 
 from kvcache_compress import (
     CommVQCache,
@@ -27,8 +31,15 @@ from kvcache_compress import (
     load_config,
 )
 from kvcache_compress.config import get_method
+from kvcache_compress.storage.packed_store import TailBuffer
 
-ODD: tuple[Any, ...] = (-1, 0, 7, 2**40, 1.5, float("nan"), float("inf"), "x", "", None, [], {}, [1, 2], True)
+ODD: tuple[Any, ...] = (
+    -1, 0, 7, 2**40, 10**5000, 1.5, float("nan"), float("inf"), "x", "x" * 10**6, "", None, [], {}, [1, 2], True
+)  # fmt: skip
+
+
+TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant"}
+SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 8}
 
 
 def contents(cache: CompressedCache) -> list[Any]:
@@ -79,7 +90,7 @@ def test_options(method: str) -> None:
     refused = [text for text in found if text != ACCEPTED]
     assert len(found) > 50
     assert len(refused) > len(found) / 2
-    assert all(len(text) > 10 for text in refused)
+    assert all(10 < len(text) < 1000 for text in refused)
 
 
 def test_fields_of_a_configuration() -> None:
@@ -97,15 +108,7 @@ def test_constructors() -> None:
     """Constructors with wrong types, misspelled presets and rules for missing layers raise clear errors."""
     rows: list[Callable[[], Any]] = []
     turboquant = method_config("turboquant")
-    names = (
-        "turboquant-5bit",
-        "TURBOQUANT-4BIT",
-        "turboquant_4bit",
-        "../turboquant-4bit",
-        "x" * 100,
-        "no.yaml",
-        "a\nb",
-    )
+    names = ("turboquant-5bit", "TURBOQUANT-4BIT", "../turboquant-4bit", "no.yaml", "a\nb")
     for value in (*ODD, *names, object(), b"x", print):
         rows += [
             lambda value=value: load_config(value),
@@ -180,17 +183,19 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         assert new.packed_tokens > 0
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, 40, 150])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
 def test_numbers_that_cannot_be_packed(value: float, tokens: int) -> None:
-    """Tokens that are not finite are refused when they would be packed; until then the cache works, as after a crop."""
+    """What is not finite, or too long for 16 bits, is refused when it would be packed; until then the cache works."""
     for layer in (0, 1, 3):
         for side in (0, 1):
             cache = filled()
             before = contents(cache)
             pair = states(tokens)
             pair[side][1, 0, 0, 5] = value
-            if outcome(lambda cache=cache, pair=pair, layer=layer: cache.update(*pair, layer)) == ACCEPTED:
+            accepted = outcome(lambda cache=cache, pair=pair, layer=layer: cache.update(*pair, layer)) == ACCEPTED
+            assert accepted == (tokens < 129), "longer ones are packed at once"
+            if accepted:
                 cache.layers[layer].crop(-tokens)
             assert same(contents(cache), before), (layer, side)
 
@@ -256,3 +261,123 @@ def test_crop_that_a_sliding_layer_cannot_follow() -> None:
     assert cache.packed_tokens > 0
     assert "keeps no past to go back to" in outcome(lambda: cache.crop(-3))
     assert same(contents(cache), before)
+
+
+@pytest.mark.parametrize(("method", "side", "bad"), [("turboquant", 0, torch.nan), ("kivi", 1, -torch.inf)])
+def test_a_refused_first_prompt_leaves_nothing(method: str, side: int, bad: float) -> None:
+    """No statistics and no batch size of a refused prompt are kept."""
+    cache = CompressedCache(small_config(), {"keys": method, "values": method, **SMALL})
+    pair = states(150)
+    pair[side][1, 0, 10, 3] = bad
+    with pytest.raises(ValueError, match=f"{('keys', 'values')[side]} of layer 0 hold NaN"):
+        cache.update(*pair, 0)
+    assert cache.get_seq_length() == cache.packed_tokens == 0
+    assert not any(state.prepared for state in cache.layers[0].sides.values())
+    cache.update(*states(60, batch=1), 0)
+    assert cache.packed_tokens > 0
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_step_that_is_not_finite(side: int) -> None:
+    """A NaN in a step stays in the tail; the flush that would pack it is refused until a crop removes it."""
+    cache = CompressedCache(small_config(), {**TURBOQUANT, **SMALL})
+    cache.update(*states(60), 0)
+    broken = states(1)
+    broken[side][0, 1, 0, 0] = torch.nan
+    cache.update(*broken, 0)
+    at, packed = cache.get_seq_length(), cache.packed_tokens
+    while (cache.get_seq_length() - 4 - packed) - 8 < 32:
+        cache.update(*states(1), 0)
+    length = cache.get_seq_length()
+    with pytest.raises(ValueError, match=f"{('keys', 'values')[side]} of layer 0"):
+        cache.update(*states(1), 0)
+    assert (cache.get_seq_length(), cache.packed_tokens) == (length, packed)
+    cache.crop(-(length - at + 1))
+    for _ in range(60):
+        cache.update(*states(1), 0)
+    assert cache.packed_tokens > packed
+    assert cache.layers[0].keys.isfinite().all()
+    assert cache.layers[0].values.isfinite().all()
+
+
+def test_non_finite_chunk_with_sinks_of_a_padded_row() -> None:
+    """A refused chunk leaves the sinks of a row as they were, whose place its tokens would have taken."""
+    cache = CompressedCache(small_config(), {**TURBOQUANT, **SMALL})
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, :18] = 0
+    cache.receive_mask(mask[:, :20])
+    cache.update(*states(20), 0)
+    before = cache.layers[0].keys.clone()
+    keys, values = states(180, 2)
+    with pytest.raises(ValueError, match="keys of layer 0 hold NaN"):
+        cache.update(torch.full_like(keys, torch.nan), values, 0)
+    assert torch.equal(cache.layers[0].keys, before)
+    cache.update(keys, values, 0)
+    assert cache.packed_tokens > 0
+    assert cache.layers[0].keys.isfinite().all()
+    sinks = torch.cat([before[1, :, 18:], keys[1, :, :2]], 1)
+    assert torch.equal(cache.layers[0].keys[1, :, 18:22], sinks)
+
+
+def test_non_finite_token_in_the_window_does_not_spoil_the_statistics() -> None:
+    """Means and outlier channels, measured on the first prompt, leave out a NaN in its recent window."""
+    for options in ({"center": "on"}, {"center": "auto"}, {"bits": 3.5}):
+        config = {"keys": {"method": "turboquant", **options}, "values": "turboquant", **SMALL}
+        for bad in (torch.nan, torch.inf):
+            cache = CompressedCache(small_config(), config)
+            keys, values = states(60)
+            keys += 3
+            keys[0, 0, -1, 0] = bad
+            try:
+                cache.update(keys, values, 0)
+            except ValueError:
+                assert cache.get_seq_length() == 0
+                continue
+            assert cache.packed_tokens > 0
+            cache.crop(-1)
+            assert cache.layers[0].keys.isfinite().all(), options
+
+
+def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompressedCache(small_config(), {**TURBOQUANT, **SMALL, "quantize_generated": False, "backend": "torch"})
+    layer, resize = cache.layers[0], TailBuffer._resize
+    cache.update(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64), 0)
+    values = layer.sides["values"].tail
+
+    def refuse(tail: TailBuffer, capacity: int) -> None:
+        if tail is values:
+            raise torch.OutOfMemoryError("no room")
+        resize(tail, capacity)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        return cache.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64), 0)
+
+    while values.tokens < values.buffer.shape[2]:
+        step()
+    monkeypatch.setattr(TailBuffer, "_resize", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    monkeypatch.undo()
+    tokens = cache.get_seq_length()
+    keys, stored = step()
+    assert keys.shape[2] == stored.shape[2] == tokens + 1
+
+
+@pytest.mark.parametrize("first", ["sliding_attention", "linear_attention"])
+def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(first: str) -> None:
+    """The error names the refused tokens even if other layers cannot step back: full sliding and linear ones."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    kinds = [first, "full_attention", "full_attention"]
+    config = {"sliding_attention": Gemma3TextConfig, "linear_attention": Qwen3NextConfig}[first](
+        head_dim=32, sliding_window=16, layer_types=kinds, vocab_size=64, **sizes
+    )
+    cache = CompressedCache(config, {**TURBOQUANT, "sink_tokens": 0, "recent_tokens": 0})
+    good = torch.randn(1, 2, 160, 32)
+    attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]
+    for index in attending:
+        cache.update(good, good, index)
+    assert cache.packed_tokens == 160
+    for index in attending[:-1]:
+        cache.update(good, good, index)
+    with pytest.raises(ValueError, match=r"keys of layer 2 hold NaN.*cannot be packed"):
+        cache.update(good.clone().fill_(torch.nan), good, 2)

@@ -10,7 +10,14 @@ import pytest
 from support.models.small_model import small_config, statistics
 
 import kvcache_compress
-from kvcache_compress import PolarQuantCache, SpectralCache, TurboQuantCache
+from kvcache_compress import (
+    CompressedCache,
+    CompressionConfig,
+    KIVICache,
+    PolarQuantCache,
+    SpectralCache,
+    TurboQuantCache,
+)
 from kvcache_compress.cache.by_method import MethodCache
 from kvcache_compress.config import get_method
 
@@ -41,15 +48,36 @@ def test_arguments_by_place_and_by_name() -> None:
     assert SpectralCache(config, file).compression == SpectralCache(config, statistics=str(file)).compression
 
 
-@pytest.mark.parametrize("name", ["keys", "values", "method", "window"])
-def test_options_that_are_none(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}'"):
-        TurboQuantCache(small_config(), **{name: "none"})
-
-
 def test_values_of_wrong_types() -> None:
     for kind in (SpectralCache, PolarQuantCache):
         with pytest.raises(ValueError, match="values=3"):
             kind(small_config(), values=3)
     with pytest.raises(ValueError, match="variant='x'"):
         PolarQuantCache(small_config(), "x")
+
+
+def test_turboquant_cache() -> None:
+    cache = TurboQuantCache(small_config(), bits=3, value_bits=2, recent_tokens=32, rotation="haar", seed=5)
+    expected = {"method": "turboquant", "rotation": "haar"}
+    assert cache.compression == CompressionConfig(
+        keys={**expected, "bits": 3}, values={**expected, "bits": 2}, recent_tokens=32, seed=5
+    )
+    assert CompressedCache(small_config(), cache.compression).compression == cache.compression
+
+
+def test_kivi_cache() -> None:
+    cache = KIVICache(small_config(), key_bits=4, group_size=32)
+    assert cache.compression == CompressionConfig(
+        keys={"method": "kivi", "bits": 4, "group_size": 32},
+        values={"method": "kivi", "bits": 2, "group_size": 32},
+        sink_tokens=0,
+        recent_tokens=128,
+    )
+
+
+def test_options_that_no_cache_has() -> None:
+    with pytest.raises(ValueError, match="unknown key 'window' for turboquant"):
+        TurboQuantCache(small_config(), window=4)
+    for name in ("keys", "values", "method"):
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            TurboQuantCache(small_config(), **{name: "none"})

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
+from support.models.saved_model import saved_model
 from support.models.small_model import VOCAB, method_config, small_model
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.modeling.loading import load_model
 
 TURBOQUANT, KIVI = method_config("turboquant"), method_config("kivi")
 
@@ -91,10 +94,13 @@ def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, p
         seen.extend([model.generation_config.cache_implementation, settings.cache_implementation])
         return scores
 
+    made = []
     with compress(model, TURBOQUANT) as block:
         for how in ({}, {"generation_config": settings}):
             generate(model, prompt, logits_processor=[look], **how)
-            assert block.last_cache.packed_tokens > 0
+            made.append(block.last_cache)
+            assert made[-1].packed_tokens > 0
+    assert made[0] is not made[1], "each call gets a cache of its own"
     assert set(seen) == {"static"}
 
 
@@ -118,38 +124,61 @@ def test_another_thread_is_refused(model: LlamaForCausalLM, prompt: torch.Tensor
     assert untouched(model)
 
 
+SCRIPTS = {
+    "nested blocks": "with a: a, with b: b, end b: a, end a: -",
+    "blocks that end in the order of their beginning": "with a: a, with b: b, end a: b, end b: -",
+    "without a block, until it is stopped": "on a: a, stop a: -, stop a: -",
+    "a second call takes the place of the first": "on a: a, on b: b, stop b: -, stop a: -",
+    "stopped in the order of the calls": "on a: a, on b: b, stop a: b, stop b: -",
+    "a block interrupts what was begun without one": "on a: a, with b: b, end b: a, stop a: -",
+    "a block that is stopped within": "on a: a, with b: b, stop b: a, end b: a, stop a: -",
+    "what begins in a block outlives it": "with a: a, on b: b, end a: b, stop b: -",
+    "what begins and ends in a block leaves it alone": "with a: a, on b: b, stop b: a, end a: -",
+    "a call within a block between two": "on a: a, with b: b, on c: c, stop c: b, end b: a, stop a: -",
+}
+"""Steps, each with who compresses after it: `with` and `end` of a block, `on` for a call without one, and `stop`."""
+
+
 @pytest.mark.parametrize("was_fused", [False, True])
-def test_blocks_that_end_in_the_order_of_their_beginning(
-    model: LlamaForCausalLM, prompt: torch.Tensor, was_fused: bool
-) -> None:
-    """Blocks may end in the order they began, as in generators and tasks; the youngest open one applies."""
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_who_compresses(model: LlamaForCausalLM, prompt: torch.Tensor, name: str, was_fused: bool) -> None:
+    """Blocks and lasting calls, in any order: one compresses, with its own switch, and the model's own comes back."""
     if was_fused:
         enable_fused_attention(model)
-    blocks = compress(model, TURBOQUANT, fused=True), compress(model, KIVI, fused=False)
-    first, second = (block.__enter__() for block in blocks)
-    assert model.config._attn_implementation == "sdpa"
-    blocks[0].__exit__(None, None, None)
-    assert model.config._attn_implementation == "sdpa"
-    generate(model, prompt)
-    assert second.last_cache.packed_tokens > 0
-    assert first.cache is None
-    blocks[1].__exit__(None, None, None)
+    how = {"a": (TURBOQUANT, True), "b": (KIVI, False), "c": (KIVI, True)}
+    handles: dict[str, Any] = {}
+    for step in SCRIPTS[name].split(", "):
+        act, who, active = step.replace(":", "").split()
+        if act in ("with", "on"):
+            handles[who] = compress(model, how[who][0], fused=how[who][1])
+        if act == "with":
+            handles[who].__enter__()
+        elif act == "end":
+            handles[who].__exit__(None, None, None)
+        elif act == "stop":
+            handles[who].stop()
+        for one in handles.values():
+            one.cache = None
+        generate(model, prompt)
+        assert [one for one, handle in handles.items() if handle.cache is not None] == [active] * (active != "-"), step
+        if active != "-":
+            assert handles[active].last_cache.packed_tokens > 0
+            assert (model.config._attn_implementation == ATTENTION_NAME) == how[active][1]
     assert (model.config._attn_implementation == ATTENTION_NAME) == was_fused
     disable_fused_attention(model)
     assert untouched(model)
 
 
-def test_an_inner_block_gives_the_switch_back(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    with compress(model, TURBOQUANT, fused=True):
-        with compress(model, KIVI, fused=False):
-            assert model.config._attn_implementation == "sdpa"
-        assert model.config._attn_implementation == ATTENTION_NAME
-        wrong = {**KIVI, "layers": [{"match": 9, "method": "none"}]}
-        with pytest.raises(ValueError, match="match=9"), compress(model, wrong):
+def test_a_handle_has_one_block(model: LlamaForCausalLM) -> None:
+    compression = compress(model, TURBOQUANT)
+    with compression as block:
+        assert block is compression
+        with pytest.raises(RuntimeError, match="no cache yet"):
+            _ = block.last_cache
+        with pytest.raises(RuntimeError, match="call compress"), compression:
             pass
-        with compress(model, KIVI) as inner:
-            generate(model, prompt)
-            assert inner.last_cache.compression.keys.method == "kivi"
+    with pytest.raises(RuntimeError, match="call compress"), compression:
+        pass
     assert untouched(model)
 
 
@@ -159,23 +188,6 @@ def test_generate_that_was_taken_out_of_its_block(model: LlamaForCausalLM, promp
         taken = model.generate
     assert torch.equal(taken(prompt, max_new_tokens=4, do_sample=False), expected)
     assert block.cache is None
-
-
-# Without a block
-
-
-def test_on_from_the_call_until_stop(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    expected = generate(model, prompt)
-    compression = compress(model, TURBOQUANT)
-    generate(model, prompt)
-    generate(model, prompt)
-    assert compression.last_cache.packed_tokens > 0
-    compression.stop()
-    assert untouched(model)
-    compression.stop()
-    assert untouched(model)
-    assert compression.last_cache.packed_tokens > 0
-    assert torch.equal(generate(model, prompt), expected)
 
 
 def test_a_dropped_handle_ends_nothing(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -211,82 +223,6 @@ def test_a_compressed_model_can_be_freed(prompt: torch.Tensor) -> None:
     compression.stop()
 
 
-def test_a_second_call_takes_the_place_of_the_first(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    first = compress(model, TURBOQUANT)
-    second = compress(model, KIVI, fused=False)
-    assert model.config._attn_implementation == "sdpa"
-    generate(model, prompt)
-    assert second.last_cache.packed_tokens > 0
-    assert first.cache is None
-    second.stop()
-    assert untouched(model)
-    first.stop()
-    assert untouched(model)
-
-
-def test_stopped_in_the_order_of_the_calls(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    first, second = compress(model, TURBOQUANT), compress(model, KIVI)
-    first.stop()
-    generate(model, prompt)
-    assert second.last_cache.packed_tokens > 0
-    second.stop()
-    assert untouched(model)
-
-
-def test_a_block_interrupts_what_was_begun_without_one(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    outer = compress(model, TURBOQUANT)
-    with compress(model, KIVI) as block:
-        generate(model, prompt)
-        assert block.last_cache.compression.keys.method == "kivi"
-    generate(model, prompt)
-    assert outer.last_cache.packed_tokens > 0
-    with compress(model, KIVI) as block:
-        block.stop()
-        generate(model, prompt)
-        assert block.cache is None
-    assert outer.last_cache.packed_tokens > 0
-    outer.stop()
-    assert untouched(model)
-
-
-def test_without_a_block_inside_of_one(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """What a call within a block begins outlives the block, and its end leaves an open block alone."""
-    with compress(model, TURBOQUANT) as block:
-        compress(model, KIVI).stop()
-        generate(model, prompt)
-        assert block.last_cache.packed_tokens > 0
-        lasting = compress(model, KIVI)
-    generate(model, prompt)
-    assert lasting.last_cache.packed_tokens > 0
-    lasting.stop()
-    assert untouched(model)
-
-
-def test_a_block_between_two_lasting_calls(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """The end of a call within a block leaves what was on before the block, which is on again after it."""
-    outer = compress(model, TURBOQUANT)
-    with compress(model, KIVI):
-        compress(model, KIVI).stop()
-    generate(model, prompt)
-    assert outer.last_cache.packed_tokens > 0
-    outer.stop()
-    assert untouched(model)
-
-
-def test_a_handle_has_one_block(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    compression = compress(model, TURBOQUANT)
-    with compression as block:
-        assert block is compression
-        with pytest.raises(RuntimeError, match="call compress"), compression:
-            pass
-        generate(model, prompt)
-        assert block.last_cache.packed_tokens > 0
-    assert untouched(model)
-    with pytest.raises(RuntimeError, match="call compress"), compression:
-        pass
-    assert untouched(model)
-
-
 def test_stop_in_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     """Another thread may stop, but not begin; the `generate` that runs meanwhile keeps its cache."""
     compression = compress(model, TURBOQUANT)
@@ -313,3 +249,20 @@ def test_a_wrapper_of_others_stays(model: LlamaForCausalLM, prompt: torch.Tensor
     compression.stop()
     assert "generate" in vars(model)
     assert torch.equal(generate(model, prompt), expected)
+
+
+def test_a_pipeline() -> None:
+    """A pipeline, which only calls `generate`, gives the text of a cache passed to `generate`, in batches too."""
+    model, tokenizer = load_model(saved_model())
+    pipe, how = pipeline("text-generation", model=model, tokenizer=tokenizer), {"max_new_tokens": 8, "do_sample": False}
+    texts = ["The lighthouse was built of granite. " * count for count in (2, 3, 2)]
+    with compress(model, TURBOQUANT) as handle:
+        found = pipe(texts, return_full_text=False, batch_size=2, **how)
+        assert handle.last_cache.packed_tokens > 0
+    enable_fused_attention(model)
+    for part in (slice(0, 2), slice(2, 3)):
+        batch = tokenizer(texts[part], return_tensors="pt", padding=True)
+        cache = CompressedCache(model.config, TURBOQUANT)
+        output = model.generate(**batch, **with_cache(cache), **how)[:, batch["input_ids"].shape[1] :]
+        expected = tokenizer.batch_decode(output, skip_special_tokens=True)
+        assert [one[0]["generated_text"] for one in found[part]] == expected

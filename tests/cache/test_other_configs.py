@@ -12,7 +12,7 @@ from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config, small_config, small_model
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
-from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.storage.view import record_paths
 
 PROMPT, STEPS = 60, 4
@@ -71,31 +71,6 @@ def test_attention_is_fused(
     assert run(model, foreign, ids[:, -1:])[1] == 0
 
 
-def test_copies_and_loaded_caches(model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path) -> None:
-    """A copied cache follows the model's switch, and a file can be loaded with any equal config."""
-    enable_fused_attention(model)
-    foreign = CompressedCache(small_config(), method_config("turboquant"))
-    run(model, foreign, ids)
-    foreign.save(tmp_path / "cache.safetensors")
-    loaded = CompressedCache.load(tmp_path / "cache.safetensors", small_config())
-    twin = copy.deepcopy(foreign)
-    expected, count = run(model, foreign, ids[:, :2])
-    assert count == 4
-    for cache in (twin, loaded):
-        got, fused = run(model, cache, ids[:, :2])
-        assert torch.equal(got, expected)
-        assert fused == count
-    disable_fused_attention(model)
-    assert run(model, twin, ids[:, :1])[1] == 0
-
-
-def test_own_cache_within_compress(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    for fused in (True, False):
-        with compress(model, method_config("turboquant"), fused=fused):
-            own = CompressedCache(small_config(), method_config("turboquant"))
-            assert run(model, own, ids)[1] == 2 * STEPS * fused
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("capacity", [None, 100])
 def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, capacity: int | None, attention: str) -> None:
@@ -110,26 +85,3 @@ def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, capaci
     logits.append(run(fused, cache, ids[:, PROMPT + 2 :])[0])
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=0)
     assert torch.equal(run(plain, CompressedCache(fused.config, config), ids)[0], expected)
-
-
-def test_models_that_share_a_config(ids: torch.Tensor) -> None:
-    """Models that share a config share the switch, and each passes its own positions."""
-    first = small_model()
-    second = LlamaForCausalLM(first.config).eval()
-    enable_fused_attention(first)
-    enable_fused_attention(second)
-    foreign = CompressedCache(small_config(), method_config("turboquant"))
-    assert run(second, foreign, ids)[1] == 2 * STEPS
-
-
-def test_a_copy_of_a_model_has_its_own_hooks(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    """Hooks of a copied model follow the copy's config, and are removed when its attention is switched off."""
-    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-    enable_fused_attention(model)
-    twin = copy.deepcopy(model)
-    disable_fused_attention(model)
-    enable_fused_attention(twin)
-    assert run(twin, CompressedCache(small_config(), method_config("turboquant")), ids)[1] == 2 * STEPS
-    disable_fused_attention(twin)
-    for each in (model, twin):
-        assert [len(module._forward_pre_hooks) for module in each.modules()] == hooks

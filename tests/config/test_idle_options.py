@@ -85,14 +85,6 @@ def test_an_option_of_both_sides_needs_one_that_can_use_it() -> None:
     assert QJLCache(small_config(), sketch_dim=96).compression.keys.model_dump() == {"method": "qjl", "sketch_dim": 96}
 
 
-def test_a_rule_that_does_not_go_with_what_it_inherits() -> None:
-    keys = {"method": "turboquant", "estimator": "prod"}
-    rule = {"match": 0, "keys": {"method": "turboquant", "scalar": "match"}}
-    with pytest.raises(ValueError, match="scalar='match'") as caught:
-        load_config({"keys": keys, "values": "none", "layers": [rule]})
-    assert str(caught.value) == "config: scalar='match' for turboquant with estimator 'prod': allowed 'norm'"
-
-
 def test_rules_without_effect() -> None:
     sides = {"keys": "turboquant", "values": "turboquant"}
     with pytest.raises(ValueError, match=r"match=\[0\]: a rule needs"):
@@ -123,9 +115,6 @@ def test_configs_come_back_as_they_were(tmp_path: Path) -> None:
     assert config.changed(sink_tokens=3).layers == config.layers
 
 
-# Types
-
-
 @pytest.mark.parametrize("method", [name for name in method_names() if name != "none"])
 def test_no_option_takes_another_type(method: str) -> None:
     """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
@@ -148,19 +137,16 @@ def _takes(annotation: Any, *kinds: type) -> bool:
     return any(annotation is kind or f"{kind.__name__} |" in text or f"[{kind.__name__}," in text for kind in kinds)
 
 
-@pytest.mark.parametrize("name", ["sink_tokens", "recent_tokens", "seed", "max_cache_len"])
-@pytest.mark.parametrize("value", [True, "16", 3.0, 99999999999999999999, 2**31])
-def test_no_count_takes_another_type(name: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [True, "16", 3.0, 2**31])
+def test_no_count_takes_another_type(value: Any) -> None:
     both = {"keys": "turboquant", "values": "turboquant"}
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({**both, name: value}))
-    with pytest.raises(ValueError, match=f"mine.yaml: {name}={value!r:.10}".replace("99", "")):
-        load_config(path)
-    if name in ("sink_tokens", "recent_tokens"):
-        with pytest.raises(ValueError, match=f"{name}="):
-            load_config({**both, "layers": [{"match": 0, name: value}]})
-        with pytest.raises(ValueError, match=f"{name}="):
-            load_config(both).changed(**{name: value})
+    for name in ("sink_tokens", "recent_tokens", "seed", "max_cache_len"):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            load_config({**both, name: value})
+    with pytest.raises(ValueError, match="sink_tokens="):
+        load_config({**both, "layers": [{"match": 0, "sink_tokens": value}]})
+    with pytest.raises(ValueError, match="sink_tokens="):
+        load_config(both).changed(sink_tokens=value)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -168,18 +154,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert cache.compression == KIVICache(small_config(head_dim=32), bits=3, recent_tokens=32).compression
     assert TurboQuantCache(small_config(), bits=np.float32(2.5)).compression.keys.options().bits == 2.5
     assert load_config(yaml.safe_load(cache.compression.to_yaml())) == cache.compression
-
-
-@pytest.mark.parametrize("method", method_names())
-def test_no_integer_is_too_wide_to_be_refused(method: str) -> None:
-    for name in get_method(method).Options.model_fields:
-        for value in (10**5000, [10**5000], "x" * 10**6):
-            with pytest.raises(ValueError, match=name) as caught:
-                CompressedCache(small_config(), {"keys": {"method": method, name: value}, "values": "none"})
-            assert len(str(caught.value)) < 1000
-
-
-# Defaults
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 96])
@@ -222,10 +196,7 @@ def test_options_of_values_change_the_default() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"keys": {"method": "turboquant", "bits": True}, "values": "none"}, ["keys.bits=True for turboquant: "]),
         ({"keys": "none", "values": {"method": "turboquant", "bits": 9}}, ["values.bits=9 for turboquant: "]),
-        ({"keys": "turboqant", "values": "none"}, ["keys: unknown method 'turboqant': "]),
-        ({"keys": "none", "values": {"method": "kivi", "bitz": 2}}, ["values: unknown key 'bitz' for kivi: "]),
         (
             {
                 "keys": "none",

@@ -1,20 +1,24 @@
-"""Speculative decoding: drafts of up to 128 tokens are packed as single steps would pack the accepted tokens."""
+"""Drafts of up to 128 tokens are packed as single steps would pack the accepted ones, however Transformers drafts."""
 
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.cache_name import with_cache
-from support.closeness import assert_close_but_for_flips
+from support.models import family_cases
 from support.models.small_model import HEAD_DIM, HEADS, method_config, small_config
+from support.oracle import assert_close_but_for_flips
+from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from kvcache_compress import CompressedCache, compress
+from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
 from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.storage.view import record_paths
 
 SINKS, RECENT, LAYERS = 4, 16, 3
 PLAIN: dict[str, Any] = {"method": "turboquant", "bits": 2, "center": "off", "equalize": "off"}
@@ -96,7 +100,7 @@ def test_drafts_are_packed_as_single_steps(name: str, kind: str) -> None:
     packed = []
 
     @settings(
-        max_examples=6,
+        max_examples=4,
         deadline=None,
         derandomize=True,
         database=None,
@@ -112,10 +116,9 @@ def test_drafts_are_packed_as_single_steps(name: str, kind: str) -> None:
     assert min(packed) > 0
 
 
-@pytest.mark.parametrize("name", ["turboquant", "mixed"])
-def test_steps_of_static_shapes_go_on_after_drafts(name: str, static_shapes: None) -> None:
+def test_steps_of_static_shapes_go_on_after_drafts(static_shapes: None) -> None:
     """A draft may leave more dense tokens than steps have slots: the next step, or a crop, packs or drops them."""
-    config = {"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name], "max_cache_len": 400}
+    config = {"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS["mixed"], "max_cache_len": 400}
     rounds = [(33, 1.0), (2, 1.0), (70, 0.2), (40, 1.0)]
     assert run_drafts({**config, "backend": "torch"}, 60, 20, rounds) >= 96
 
@@ -194,3 +197,108 @@ def test_generate(
     assert any(MAX_DECODE_TOKENS < size <= MAX_DRAFT_TOKENS for size in sizes)
     assert not cut
     assert torch.equal(*found)
+
+
+SIDE = {"method": "turboquant", "bits": 6}
+WIDE = {"keys": SIDE, "values": SIDE, "sink_tokens": 4, "recent_tokens": 16}
+newest = pytest.mark.skipif(
+    not hasattr(cache_utils, "DFlashCache"), reason="this version of Transformers has no MTP and DFlash"
+)
+
+
+@pytest.fixture
+def mtp(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """A GLM with two layers that draft, random as they come with no file."""
+    from transformers.modeling_layers import MtpModel
+
+    def made(main: Any, device_map: Any = None) -> Any:
+        torch.manual_seed(0)
+        model = MtpModel(main, 2).eval()
+        model.tie_with_main_model(main)
+        return model
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", made)
+    return family_cases.build("glm4_moe", num_mtp_layers=2), {"use_mtp": True}
+
+
+@pytest.fixture
+def dflash() -> tuple[Any, dict[str, Any]]:
+    """A Llama and a model that drafts 24 tokens at once from its hidden states."""
+    main = family_cases.build("llama")
+    torch.manual_seed(0)
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=main.config.hidden_size, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, block_size=24, mask_token_id=1, target_layer_ids=[0], sliding_window=64,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    drafting = transformers.MuseGlimmerAssistantModel(config).eval()
+    return main, {"assistant_model": drafting, "speculation_type": "dflash"}
+
+
+@newest
+@pytest.mark.parametrize("capacity", [None, 200])
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_models_that_draft(kind: str, capacity: int | None, request: pytest.FixtureRequest) -> None:
+    """The drafting layers have Transformers' own cache; fused attention serves the model and lets theirs through."""
+    model, how = request.getfixturevalue(kind)
+    ids = torch.randint(1, 60, (1, 90), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    found = []
+    for fused, drafts in ((False, {}), (False, how), (True, how)):
+        (enable_fused_attention if fused else disable_fused_attention)(model)
+        cache = CompressedCache(model.config, {**WIDE, "max_cache_len": capacity})
+        with record_paths() as taken:
+            found.append(model.generate(ids, **with_cache(cache), **options, **drafts, disable_compile=True))
+        assert cache.packed_tokens == 96
+    assert {path for path, queries in taken} - {"decode"} == {cache.layers[0].backend.name}
+    assert all(torch.equal(found[0], one) for one in found)
+
+
+@newest
+def test_crop_of_nothing_reaches_sliding_layers() -> None:
+    """Layers of Transformers' own, which record their past, are cut to their window by it."""
+    model = family_cases.build("gemma2")
+    cache = CompressedCache(model.config, WIDE)
+    cache.activate_past_recording()
+    ids = torch.randint(1, 60, (1, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model(ids, **with_cache(cache))
+    sliding = next(layer for layer in cache.layers if not isinstance(layer, CompressedLayer))
+    assert cache.packed_tokens > 0
+    assert sliding.keys.shape[2] == 200
+    cache.crop(0)
+    assert sliding.keys.shape[2] == sliding.sliding_window - 1
+
+
+@newest
+def test_masks_begin_at_the_length(tiny_model: Any, ids: torch.Tensor) -> None:
+    """`get_query_offset` and early initialization, by which masks and exports are made, work as in a full cache."""
+    cache = CompressedCache(tiny_model.config, WIDE)
+    assert all(layer.supports_early_init for layer in cache.layers)
+    cache.early_initialization(2, 2, 32, torch.float32, "cpu")
+    assert cache.is_initialized
+    with torch.no_grad():
+        got = tiny_model(ids[:, :90], **with_cache(cache)).logits
+        torch.testing.assert_close(got, tiny_model(ids[:, :90]).logits)
+    assert cache.packed_tokens > 0
+    assert [cache.get_query_offset(index) for index in range(3)] == [90, 90, 90]
+
+
+@newest
+def test_shared_keys_stay_packed_on_their_device(tiny_model: Any, ids: torch.Tensor) -> None:
+    """`KVSharingDict.to`, by which accelerate moves shared keys and values, decodes none that is there already."""
+    enable_fused_attention(tiny_model)
+    layer = CompressedCache(tiny_model.config, WIDE).layers[0]
+    states = torch.randn(1, 2, 91, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(states[:, :, :90], states[:, :, :90])
+    both = layer.update(states[:, :, 90:], states[:, :, 90:])
+    disable_fused_attention(tiny_model)
+    assert layer.packed_tokens > 0
+    shared = cache_utils.KVSharingDict({"full_attention": both})
+    shared.to(torch.device("cpu"))
+    assert shared["full_attention"][0] is both[0]
+    moved = both[1].to(torch.device("meta"), non_blocking=True)
+    assert isinstance(moved, torch.Tensor)
+    assert moved.shape == both[1].shape
+    assert moved.is_meta
+    assert both[0].to(torch.float64).dtype == torch.float64

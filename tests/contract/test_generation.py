@@ -8,7 +8,6 @@ from support.cache_name import with_cache
 from support.oracle import FEW, label
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.modeling.decoder import cache_argument
 
 WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
@@ -81,29 +80,4 @@ def test_left_padded_beams(case: Any, ids: torch.Tensor) -> None:
     outputs = [generate(case, one, prompt, **how) for one in (cache, case.oracle())]
     assert cache.packed_tokens >= 64, "generated tokens were packed as well"
     assert cache.batch_size == 4
-    assert torch.equal(*outputs)
-
-
-def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> torch.Tensor:
-    """Use the cache as contrastive search does: each row tries several tokens, of which one is kept."""
-    cache, rows, tried = given[cache_argument()], len(input_ids), 3
-    logits = model(input_ids=input_ids, **with_cache(cache)).logits[:, -1]
-    for _ in range(generation_config.max_new_tokens):
-        tokens = logits.topk(tried).indices.reshape(-1, 1)
-        cache.batch_repeat_interleave(tried)
-        logits = model(input_ids=tokens, **with_cache(cache)).logits[:, -1]
-        best = logits.logsumexp(-1).view(rows, tried).argmax(-1) + tried * torch.arange(rows)
-        cache.batch_select_indices(best)
-        logits, input_ids = logits[best], torch.cat([input_ids, tokens[best]], 1)
-    return input_ids
-
-
-@few
-def test_custom_generate(case: Any, ids: torch.Tensor) -> None:
-    """A custom generation function works, as contrastive search is one now that it lives on the Hub."""
-    cache = case.cache()
-    how = {"custom_generate": contrastive, "max_new_tokens": 10, "do_sample": False}
-    outputs = [generate(case, one, ids[:, :70], **how) for one in (cache, case.oracle())]
-    assert outputs[0].shape == (2, 80)
-    assert cache.packed_tokens >= 64, "generated tokens were packed as well"
     assert torch.equal(*outputs)

@@ -12,7 +12,6 @@ from support.models.small_model import VOCAB, method_config, mixed_config, small
 from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.storage.view import View
 
 PROMPT = 60
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -110,20 +109,6 @@ def test_compiled_code_has_none(model: Any, capacity: int | None) -> None:
         compiled(input_ids=ids[:, PROMPT:], **with_cache(cache))
     torch._dynamo.reset()
     assert int(cache.get_seq_length()) == PROMPT + 1
-
-
-def test_without_them_attention_stays_fused() -> None:
-    """Attention stays fused under `no_grad`, even if tensors require gradients."""
-    model = small_model(1)
-    enable_fused_attention(model)
-    layer = CompressedCache(model.config, CONFIGS["turboquant"]).layers[0]
-    x = torch.randn(1, 2, PROMPT, 32, requires_grad=True)
-    layer.update(x, x)
-    with torch.no_grad():
-        assert isinstance(layer.update(x[:, :, :1], x[:, :, :1])[0], View)
-        leaf = torch.randn(1, 2, 1, 32, requires_grad=True)
-        assert isinstance(layer.update(leaf, leaf)[0], View)
-    assert layer.update(leaf, leaf)[0].requires_grad
 
 
 @pytest.mark.parametrize("weight", ["self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.sinks"])

@@ -1,5 +1,6 @@
-"""Static capacity: steps of static shapes that never wait, what is refused, dtypes, and first prompts."""
+"""Static capacity: steps of static shapes that never wait, chunks tile by tile, what is refused, and dtypes."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,16 +11,18 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.kernels.attention_cases import attended
-from support.oracle import CONFIGS
+from support.oracle import CONFIGS, assert_close_but_for_flips, label
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
 
-from kvcache_compress import CompressedCache
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import compile_ops as ops
-from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage import checks
+from kvcache_compress.attention import interface as attention
+from kvcache_compress.backends import tiled
+from kvcache_compress.backends.tiled import TILED
+from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.storage.view import PathTaken, View, record_paths
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 CAPACITY = 230
@@ -65,47 +68,29 @@ def test_steps_have_static_shapes_and_never_wait(unfused: Any, ids: torch.Tensor
         assert buffers == [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs, tokens are encoded once in 32 steps, to the same codes as in the growing layer, and checked once."""
-    growing, static = (unfused.cache(max_cache_len=room, backend=backend) for room in (None, CAPACITY))
+def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs, tokens are encoded once in 32 steps, and buffers stay where they are."""
     prompt, *steps = torch.randn(2, 2, 124, 32, generator=torch.Generator().manual_seed(0)).split([60, *[1] * 64], 2)
-    checked: list[int] = []
     encoded: list[int] = []
-    longest = checks.longest
-
-    def check(x: torch.Tensor) -> torch.Tensor:
-        checked.append(x.shape[2])
-        return longest(x)
 
     def encode(original: Callable[..., Any], x: torch.Tensor, *rest: Any) -> Any:
         encoded.append(x.shape[2])
         return original(x, *rest)
 
-    for twin, layer in zip(growing.layers, static.layers, strict=True):
+    for layer in unfused.cache(max_cache_len=CAPACITY).layers:
         if not hasattr(layer, "sides"):
             continue
-        twin.append(prompt, prompt)
         layer.append(prompt, prompt)
         sides = layer.sides.values()
         buffers = [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
         before = layer.packed_tokens
+        for state in sides:
+            monkeypatch.setattr(state.codec, "encode", partial(encode, state.codec.encode))
         for token in steps:
-            twin.append(token, token)
-        with monkeypatch.context() as patch:
-            patch.setattr(checks, "longest", check)
-            for state in sides:
-                patch.setattr(state.codec, "encode", partial(encode, state.codec.encode))
-            for token in steps:
-                layer.append(token, token)
-        assert layer.packed_tokens == twin.packed_tokens == before + 64
+            layer.append(token, token)
+        assert layer.packed_tokens == before + 64
         assert encoded == [layer.flush_tokens] * (2 * 64 // layer.flush_tokens)
-        assert checked == [1] * 2 * 64
         assert buffers == [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
-        for state, other in zip(sides, twin.sides.values(), strict=True):
-            fields = zip(state.store.read(0, before + 64), other.store.read(0, before + 64), strict=True)
-            assert all(torch.equal(*both) for both in fields)
-        checked.clear()
         encoded.clear()
 
 
@@ -173,24 +158,6 @@ def test_dtypes_that_change(tiny_model: Any, capacity: int) -> None:
 
 
 @both_kinds_of_steps
-def test_padding_mask_of_flash_attention(tiny_model: Any, capacity: int) -> None:
-    """A padding mask `[B, tokens so far]` gives the same result as the four-dimensional causal mask."""
-    side = {"method": "turboquant"}
-    config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": capacity}
-    layer = layer_of(tiny_model, config)
-    states = torch.randn(2, 2, 73, 32, generator=torch.Generator().manual_seed(0))
-    layer.update(states[:, :, :70], states[:, :, :70])
-    layer.update(states[:, :, 70:], states[:, :, 70:])
-    padding = torch.ones(2, 73, dtype=torch.long)
-    padding[1, :9] = 0
-    whole = torch.zeros(2, 1, 3, capacity, dtype=torch.bool)
-    whole[..., :73] = torch.ones(3, 73, dtype=torch.bool).tril(70) & padding[:, None, None].bool()
-    query = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(1))
-    got, expected = (attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)) for mask in (padding, whole))
-    torch.testing.assert_close(got, expected)
-
-
-@both_kinds_of_steps
 def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Tensor, capacity: int) -> None:
     before = len(ops._LAYERS)
     config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "max_cache_len": 200}
@@ -233,31 +200,168 @@ def test_a_first_prompt_of_which_nothing_is_packed(tiny_model: Any, name: str, p
         assert (states[:, :, :90] - given).norm() < given.norm()
 
 
-@pytest.fixture
-def static_layer(static_shapes: None) -> CompressedLayer:
-    """A layer with steps of static shapes, with 50 tokens in bfloat16 and a capacity of 80."""
-    config = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 80}
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    layer = CompressedCache(LlamaConfig(num_hidden_layers=1, **sizes), {**config, "backend": "torch"}).layers[0]
+@both_kinds_of_steps
+def test_refused_tokens_and_rows_that_are_gone_leave_nothing(tiny_model: Any, capacity: int) -> None:
+    """Refused tokens do not widen the buffers, and packed tokens of rows that a batch operation removed are freed."""
+    config = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
+    layer = layer_of(tiny_model, {**config, "max_cache_len": 80, "backend": "torch"})
     x = torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     layer.update(x, x)
     assert layer.packed_tokens > 0
-    return layer
-
-
-def test_rows_that_are_gone_take_no_memory(static_layer: CompressedLayer) -> None:
-    """Packed tokens of rows that a batch operation removed are freed."""
-    old = [weakref.ref(buffer) for side in static_layer.sides.values() for buffer in side.store.buffers]
-    static_layer.batch_repeat_interleave(2)
+    for refused in (torch.zeros(1, 2, 40, 32), torch.full((1, 2, 20, 32), torch.inf)):
+        with pytest.raises(ValueError, match=r"max_cache_len=80|NaN"):
+            layer.update(refused, refused)
+    assert layer.keys.dtype == torch.bfloat16
+    old = [weakref.ref(buffer) for side in layer.sides.values() for buffer in side.store.buffers]
+    layer.batch_repeat_interleave(2)
     gc.collect()
-    assert static_layer.sides["keys"].sinks.shape[0] == 2
+    assert layer.sides["keys"].sinks.shape[0] == 2
     assert not any(buffer() is not None for buffer in old)
 
 
-def test_refused_tokens_change_no_dtype(static_layer: CompressedLayer) -> None:
-    """Refused tokens do not widen the buffers."""
-    for refused in (torch.zeros(1, 2, 40, 32), torch.full((1, 2, 20, 32), torch.inf)):
-        with pytest.raises(ValueError, match=r"max_cache_len=80|NaN"):
-            static_layer.update(refused, refused)
-    assert static_layer.keys.dtype == torch.bfloat16
-    assert static_layer.keys.shape[2] == static_layer.get_seq_length() == 50
+TILE = 32
+SIZES = [100, 20, 1, 40, 16, 33]
+"""Sizes of a prompt, chunks and steps."""
+TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "TILE_TOKENS", TILE)
+
+
+@pytest.fixture
+def model(tiny_model: Any) -> Any:
+    """A new model for each test, with fused attention on."""
+    own = type(tiny_model)(copy.deepcopy(tiny_model.config)).eval()
+    own.load_state_dict(tiny_model.state_dict())
+    enable_fused_attention(own)
+    return own
+
+
+def chunks(taken: list[PathTaken], prompt: int) -> list[str]:
+    """The paths of chunks; steps are left out, and the prompt."""
+    return [path for path, queries in taken if queries > MAX_DECODE_TOKENS and queries != prompt]
+
+
+@pytest.mark.parametrize("case", [("turboquant-4", True), ("no-statistics", True)], indirect=True, ids=label)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_equal_in_all_caches(case: Any, ids: torch.Tensor, backend: str) -> None:
+    """Chunks of a left-padded batch equal the growing cache's and the oracle's, by tiles and in C++."""
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
+    with record_paths() as taken:
+        growing, static = (case.feed(one, ids[:, : sum(SIZES)], SIZES, mask)[:, 11:] for one in caches)
+    assert {*chunks(taken, SIZES[0])} == {"tiled" if backend == "torch" else "cpp"}
+    assert_close_but_for_flips(static, growing)
+    assert_close_but_for_flips(static, case.feed(case.oracle(), ids[:, : sum(SIZES)], SIZES, mask)[:, 11:])
+    assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("sdpa", torch.float32), ("eager", torch.bfloat16)])
+def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype) -> None:
+    """Boolean and additive masks give equal results, by the same arithmetic in the same order."""
+    disable_fused_attention(model)
+    model.to(dtype).set_attn_implementation(kind)
+    enable_fused_attention(model)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    results = []
+    for capacity in (None, CAPACITY):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
+        parts = []
+        for start, stop in ((0, 150), (150, 180), (180, 230)):
+            with torch.no_grad(), record_paths() as taken:
+                output = model(ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(cache))
+            assert {*chunks(taken, 150)} == ({"tiled"} if start else set())
+            parts.append(output.logits[:, 11 if start == 0 else 0 :])
+        results.append(torch.cat(parts, 1))
+        assert cache.packed_tokens > 2 * TILE
+    assert_close_but_for_flips(*(x.float() for x in results))
+
+
+class _Largest(TorchDispatchMode):
+    """Mode that records the bytes of the largest new tensor of any operator; views do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))]
+        made = [x.untyped_storage() for x in _tensors(result)]
+        self.bytes = max([self.bytes, *(x.nbytes() for x in made if x.data_ptr() not in given)])
+        return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("capacity", "fused"), [(2048, True), (2048, False), (None, True)])
+def test_a_chunk_takes_memory_for_a_tile(model: Any, capacity: int | None, fused: bool) -> None:
+    """No operator of a tiled chunk allocates a quarter of a decoded layer; the control, decoding, allocates all."""
+    batch, heads, count = 2, 2, 24
+    if not fused:
+        disable_fused_attention(model)
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
+    states = torch.randn(batch, heads, 1500 + count, 32)
+    cache.update(*(states[:, :, :1500],) * 2, 1)
+    assert cache.packed_tokens > 1400
+    query = torch.randn(batch, 6, count, 32)
+    mask = torch.zeros(batch, 1, count, capacity or 1500 + count, dtype=torch.bool)
+    mask[..., : 1500 + count] = torch.ones(count, 1500 + count, dtype=torch.bool).tril(1500)
+    with torch.no_grad(), _Largest() as largest:
+        keys, values = cache.update(*(states[:, :, 1500:],) * 2, 1)
+        attention.attention_forward(model.model.layers[1].self_attn, query, keys, values, mask)
+    layer = batch * heads * 1500 * 32 * 4
+    assert largest.bytes < layer / 4 if fused else largest.bytes > layer
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool) -> None:
+    """Foreign code gets keys as long as the mask; the model's own attention gets written tokens and a trimmed mask."""
+    layer = CompressedCache(model.config, {**TURBOQUANT, "recent_tokens": 8 if packed else 64, "max_cache_len": 100})
+    layer = layer.layers[1]
+    states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(states[:, :, :50], states[:, :, :50])
+    keys, values = layer.update(states[:, :, 50:], states[:, :, 50:])
+    assert isinstance(keys, View)
+    assert (keys.packed > 0) == packed
+    assert keys.shape == keys.dense().shape == (2, 2, 100, 32)
+    assert layer.get_mask_sizes(20) == (keys.shape[2], 0)
+    assert keys[:, :, 70:].eq(0).all()
+    whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
+    whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
+    there = keys.stored()
+    assert there.shape[2] == keys.over_tokens(Mask(whole)).tensor.shape[3] == 70
+    assert torch.equal(torch.cat([there, keys[:, :, 70:]], 2), keys.dense())
+    query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, keys.dense(), values.dense(), whole, scale=0.2, enable_gqa=True
+    )
+    module = model.model.layers[1].self_attn
+    got, _ = attention.attention_forward(module, query, keys, values, whole, scaling=0.2)
+    torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize("width", [None, 100, 120])
+def test_padding_masks_of_flash_attention(model: Any, width: int | None, count: int) -> None:
+    """Padding masks `[B, T]` work for the tokens so far and for the whole capacity, as `generate` makes them."""
+    layer = layer_of(model, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"})
+    states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(*(states[:, :, : 100 - count],) * 2)
+    views = layer.update(*(states[:, :, 100 - count :],) * 2)
+    padding = torch.ones(2, 120, dtype=torch.long)
+    padding[1, :9] = width is None
+    whole = torch.zeros(2, 1, count, 120, dtype=torch.bool)
+    whole[..., :100] = torch.ones(count, 100, dtype=torch.bool).tril(100 - count)
+    whole &= padding[:, None, None].bool()
+    query = torch.randn(2, 6, count, 32, generator=torch.Generator().manual_seed(1))
+    assert (views[0].path(AttentionCall.of(query, scaling=1.0), views[1]) is TILED) == (count == 20)
+    mask = None if width is None else padding[:, :width]
+    got, expected = (attended(views, AttentionCall.of(query, one, scaling=0.2)) for one in (mask, whole))
+    torch.testing.assert_close(got, expected)

@@ -108,14 +108,3 @@ def test_prefix_tuning_is_refused(switch: Any) -> None:
     disable_fused_attention(model)
     assert model.config._attn_implementation == "sdpa"
     assert "generate" not in vars(model.get_base_model())
-
-
-def test_an_enabled_model_that_gets_a_prefix(prompt: torch.Tensor) -> None:
-    """A model with fused attention that gets a prefix adapter generates with PEFT's cache, and can be switched off."""
-    base = small_model()
-    enable_fused_attention(base)
-    torch.manual_seed(1)
-    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL)).eval()
-    got = model.generate(input_ids=prompt, **GREEDY)
-    disable_fused_attention(model)
-    assert torch.equal(model.generate(input_ids=prompt, **GREEDY), got)

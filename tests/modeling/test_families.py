@@ -1,18 +1,26 @@
-"""Every kind of attention, tiny and random, with methods; `docs/reference/support.md` holds the results of all."""
+"""Models of Transformers, shrunk to tiny random ones: kinds of attention with every method, and single families.
 
+`benchmarks/support_table.py --check` runs all kinds with all methods, and all families.
+"""
+
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.cache_name import with_cache
-from support.models import family_cases, shrink
-from support.models.family_cases import FAMILIES, METHODS, build, check, logits, method_config, model, outcome, refusal
-from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
+from support.models import family_cases, family_sweep, shrink
+from support.models.family_cases import FAMILIES, METHODS, build, logits, method_config, model, outcome
+from support.models.family_sweep import SIX_BITS, verdict
+from support.models.shrink import small_config, small_model
+from support.paths import ROOT
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.modeling.decoder import head_dim_of
 from kvcache_compress.modeling.rope import layer_has_rope, rope_layout, rotary_embedding
 
@@ -29,7 +37,7 @@ FULL_FIRST: dict[str, dict[str, Any]] = {
     "gpt_oss": THEN_SLIDING,
     "qwen3_next": {"layer_types": ["full_attention", "linear_attention"]},
     "falcon_h1": {"num_hidden_layers": 1},
-    **{family: {**family_cases.EXPERTS, **THEN_SLIDING} for family in SLIDING_ALONE_ROTATES},
+    **dict.fromkeys(SLIDING_ALONE_ROTATES, THEN_SLIDING),
 }
 """Configs with full attention first: sliding windows and recurrent states would bring positions into later keys."""
 
@@ -62,21 +70,6 @@ def test_family_with_method(family: str, method: str) -> None:
     assert found.fused == (found.support != "no" and family != "deepseek_v3")
 
 
-def test_layers_without_rope_may_stay_dense() -> None:
-    config = method_config("smollm3", "polarquant_rope", {"match": 1, "method": "none"})
-    both = family_cases.both_ways(model("smollm3"), config)
-    assert [type(layer) for layer in both.cache.layers] == [CompressedLayer, DynamicLayer]
-    assert both.cache.packed_tokens > 0
-    family_cases.assert_alike(both)
-
-
-def test_layers_without_rope_may_have_another_method() -> None:
-    """Layers without RoPE may have another method by a rule; in cohere2 these are all compressed layers."""
-    rule = {"match": "full_attention", "keys": {"method": "qjl"}}
-    assert refusal("cohere2", method_config("cohere2", "commvq")) is not None
-    check("cohere2", method_config("cohere2", "commvq", rule), 0.2)
-
-
 def test_a_recurrent_state_beside_attention_follows_the_batch(tmp_path: Path) -> None:
     """Batch operations change a recurrent state like the keys; cropping and saving it raise clear errors."""
     cache = CompressedCache(model("falcon_h1").config, method_config("falcon_h1", "turboquant"))
@@ -102,22 +95,9 @@ def test_a_recurrent_state_beside_attention_follows_the_batch(tmp_path: Path) ->
 @pytest.mark.parametrize("method", METHODS)
 def test_a_head_dimension_that_a_method_cannot_take(method: str) -> None:
     odd = build("llama", head_dim=20).config
+    CompressedCache(odd, {"keys": "none", "values": "none"})
     with pytest.raises(ValueError, match="head_dim=20 for"):
         CompressedCache(odd, method_config("llama", method))
-
-
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [("llama", "commvq"), ("llama", "spectral"), ("gemma2", "kivi"), ("phi3, 96", "polarquant_recursive")],
-)
-def test_bfloat16(family: str, method: str) -> None:
-    """In bfloat16 the two paths, which round in different places, differ less from each other than from float32."""
-    small = build(family).bfloat16()
-    unfused, fused, _, cache = family_cases.both_ways(small, method_config(family, method))
-    assert cache.packed_tokens > 0
-    assert all(layer.keys.dtype == torch.bfloat16 for layer in cache.layers)
-    error = (logits(small, DynamicCache(config=small.config)) - family_cases.exact(family)).norm()
-    assert (fused - unfused).norm() < error
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss", "qwen3_next", "deepseek_v3"])
@@ -162,9 +142,8 @@ def test_rope_is_undone_as_the_model_does_it(family: str) -> None:
 def test_full_attention_whose_rope_parameters_are_none() -> None:
     """Configs without RoPE parameters for full attention, by layer type or for all layers, are refused."""
     types = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}
-    by_type = AutoConfig.for_model("gemma3_text", **{**family_cases.SIZES, **family_cases.SLIDING_FIRST})
+    by_type, for_all = (shrink.small_config(name, **family_cases.SIZES) for name in ("gemma3_text", "llama"))
     by_type.rope_parameters = types
-    for_all = AutoConfig.for_model("llama", **family_cases.SIZES)
     for_all.rope_parameters = {"rope_type": "default", "rope_theta": None}
     for config in (by_type, for_all):
         with pytest.raises(ValueError, match=f"none were found in layer . of {config.model_type}"):
@@ -236,3 +215,117 @@ def test_composite_config() -> None:
     assert torch.equal(*outputs)
     disable_fused_attention(both)
     assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == before
+
+
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+(PINNED,) = re.findall(r"^transformers==(.*)$", CONSTRAINTS, re.MULTILINE)
+KINDS = {
+    "falcon, alibi": ("unfused", False),
+    "falcon, 3 queries per head": ("unfused", False),
+    "llama, 7 queries per head": ("fused", False),
+    "diffllama": ("unfused", False),
+    "llama4": ("fails", False),
+    "xlnet": ("refused", False),
+    "gemma3": ("fused", True),
+    "mllama": ("fused", True),
+    "qwen2_5_vl": ("fused", True),
+}
+"""One case of each kind, its verdict, and whether an image was used."""
+NO_EFFECT = "fused attention has no effect on "
+
+pinned = pytest.mark.skipif(transformers.__version__ != PINNED, reason=f"sizes and the page are for {PINNED}")
+
+
+@pinned
+@pytest.mark.parametrize("case", KINDS)
+def test_verdict(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without compression logits are exact; 6 bits pack; fused equals unfused; or there is a reason.
+
+    Where fused attention never sees the packed tokens, a message says so, once.
+    """
+    with caplog.at_level(logging.WARNING, "kvcache_compress"):
+        found = verdict(case)
+    assert (found.kind, found.images) == KINDS[case]
+    assert found.reason or found.kind == "fused"
+    assert caplog.text.count(NO_EFFECT) == (found.reason == "transforms cached keys and values before it attends")
+    if "queries per head" in case:
+        assert f"{found.queries} queries per head" in case
+
+
+@pinned
+@pytest.mark.parametrize("name", ["diffllama", "git"])
+def test_without_effect_of_fused_attention_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Attention that repeats, expands or multiplies cached tensors itself decodes them; later blocks say no more."""
+    model = small_model(small_config(name))
+    inputs = family_sweep.prompt(model)
+    for fused in (True, False, True, None):
+        with compress(model, SIX_BITS, fused=fused) as block:
+            family_sweep.logits(model, inputs, CompressedCache(model.config, SIX_BITS))
+            model.generate(**inputs, max_new_tokens=3)
+        assert block.last_cache.packed_tokens == 32
+    assert caplog.text.count(f"{NO_EFFECT}{type(model).__name__}: its attention") == 1
+    assert not [hook for hooks in (model._forward_hooks, model._forward_pre_hooks) for hook in hooks.values()]
+
+
+def llama(kind: type[PreTrainedModel] = LlamaForCausalLM) -> Any:
+    return kind(small_config("llama")).eval()
+
+
+def test_models_that_attend_fused_are_watched_for_one_step(caplog: pytest.LogCaptureFixture) -> None:
+    """The hooks leave the model after its first step over packed tokens, and wait for one, also after an error."""
+    model = llama()
+    ids = torch.randint(1, 64, (1, 60))
+    with compress(model, SIX_BITS, fused=True), torch.no_grad():
+        model.generate(ids[:, :30], max_new_tokens=3)
+        assert len(model._forward_hooks) == 1, "nothing was packed"
+        cache = CompressedCache(model.config, SIX_BITS)
+        model(ids, **with_cache(cache))
+        with pytest.raises(IndexError):
+            model(torch.tensor([[10**6]]), **with_cache(cache))
+        model.model.layers[0].train()
+        with torch.enable_grad():
+            model(ids[:, :1], **with_cache(cache))
+        assert len(model._forward_hooks) == 1, "gradients decode tokens in any model"
+        model(ids[:, :1], **with_cache(cache))
+        assert cache.packed_tokens == 32
+        assert len(model._forward_hooks) == 0
+    assert NO_EFFECT not in caplog.text
+
+
+class Forgetful(LlamaForCausalLM):
+    """A model whose `generate` never hands the cache on."""
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids, "use_cache": False}
+
+
+def test_a_cache_that_stays_empty_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.randint(1, 64, (1, 60))
+    for kind, messages in ((LlamaForCausalLM, 0), (Forgetful, 1)):
+        model = llama(kind)
+        with compress(model, SIX_BITS) as block:
+            for _ in range(2):
+                model.generate(ids, max_new_tokens=2)
+        assert (block.last_cache.packed_tokens > 0) == (not messages)
+        assert caplog.text.count("nothing was compressed: Forgetful") == messages
+
+
+@pinned
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("xlnet", "keeps a memory of its own"),
+        ("reformer", "puts nothing into a cache"),
+        ("minimax", "its own MiniMaxCache"),
+        ("openai-gpt", "it takes no cache"),
+        ("blip", "mix keys and values of the image with those of the text"),
+        ("blt", "has no decoder whose cache could be compressed"),
+        ("pi0", "has no decoder whose cache could be compressed"),
+        ("t5", "is an encoder-decoder model"),
+        ("mamba", "has no full-attention layer to compress .*no attention at all"),
+        ("mistral", "has no full-attention layer to compress .*[sS]liding"),
+    ],
+)
+def test_models_that_cannot_use_the_cache_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} .*{reason}"):
+        CompressedCache(AutoConfig.for_model(name), SIX_BITS)

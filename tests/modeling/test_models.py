@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.models.fake_hub import FakeHub
 from support.models.small_model import small_model
 from tokenizers import Tokenizer
@@ -14,6 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.modeling import loading as models
 from kvcache_compress.modeling.loading import load_model
 
@@ -146,5 +148,11 @@ def test_smollm2() -> None:
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     prompt = tokenizer.decode(inputs["input_ids"][0])
     assert prompt.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
+    enable_fused_attention(model)
+    side = {"method": "turboquant", "bits": 4}
+    cache = CompressedCache(model.config, {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 0})
+    length = inputs["input_ids"].shape[1]
+    for held in ({}, with_cache(cache)):
+        answer = model.generate(**inputs, **held, max_new_tokens=12, do_sample=False)[0, length:]
+        assert "Paris" in tokenizer.decode(answer)
+    assert cache.packed_tokens > 0

@@ -10,9 +10,9 @@ import torch
 from support.files.commvq_files import random_codebooks, random_encoder
 from support.files.spectral_files import statistics_of
 from support.kernels import tensor_parallel_worker
+from support.models.ranks import as_process
 from support.models.small_model import HEAD_DIM, small_config, small_model
 from support.paths import ROOT
-from support.processes import as_process
 from transformers import LlamaConfig
 
 from kvcache_compress.codecs.base import CodecContext
@@ -45,9 +45,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def found(files: dict[str, str]) -> dict[str, Any]:
     """Results of rank 0 of two processes."""
     here = ROOT / "tests"
+    worker = here / "support" / "kernels" / "tensor_parallel_worker.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     names = ("model", "results", "codebooks", "encoder", "statistics")
-    command = [*launch, str(here / "support" / "tensor_parallel_worker.py"), *(files[name] for name in names)]
+    command = [
+        *launch,
+        str(worker),
+        *(files[name] for name in names),
+    ]
     paths = os.pathsep.join(path for path in (str(here), os.environ.get("PYTHONPATH")) if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

@@ -1,27 +1,24 @@
-"""Examples: the commands of `examples/README.md` and the notebook run, and print what is committed there."""
+"""Examples: the commands of `examples/README.md` run, here with a small model, and pack tokens."""
 
-import json
-import os
+import logging
 import re
-import subprocess
+import runpy
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_examples
+from support.models.saved_model import saved_model
 from support.paths import ROOT
 
-from kvcache_compress import load_config
+from kvcache_compress.methods import registry
+from kvcache_compress.modeling import loading
 
 DOCUMENTED = run_examples.documented()
-NOTEBOOK = run_examples.NOTEBOOK.name
-
-
-def test_the_configuration_plans_a_model() -> None:
-    plans = load_config(ROOT / "examples" / "mixed.yaml").plan(["full_attention"] * 30)
-    assert [plan.compresses for plan in plans] == [False, *[True] * 28, False]
-    assert (plans[1].keys.options().estimator, plans[6].keys.options().estimator) == ("prod", "mse")
-    assert plans[1].recent_tokens == 32
+CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 
 
 def test_every_example_is_on_the_page() -> None:
@@ -30,53 +27,40 @@ def test_every_example_is_on_the_page() -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Output of all commands and of the notebook, in a process without Triton's interpreter."""
-    output = tmp_path_factory.mktemp("examples") / "printed.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONWARNINGS"] = "error:`past_key_values` is deprecated:FutureWarning"
-    command = [sys.executable, str(ROOT / "benchmarks" / "run_examples.py"), "--output", str(output)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(output.read_text(encoding="utf-8")))
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A small model in place of SmolLM2; methods and settings of logs that an example adds are gone afterwards."""
+    load = loading.load_model
+
+    def load_small(name: str, **options: Any) -> Any:
+        model, tokenizer = load(saved_model(8), **options)
+        tokenizer.chat_template, tokenizer.eos_token = CHAT, chr(1)
+        return model, tokenizer
+
+    monkeypatch.setattr(loading, "load_model", load_small)
+    monkeypatch.setattr(registry, "_CODECS", {k: v for k, v in registry._CODECS.items() if k != "rounding"})
+    yield
+    logging.disable(logging.NOTSET)
 
 
-def shape(text: str) -> list[str]:
-    """Lines without the values of numbers, quoted texts, and the widths of columns."""
-    text = re.sub(r"(?<=[ ,:])'[^\n]*?'(?=[,\n])|(?<=[ ,:])\"[^\n]*?\"(?=[,\n])", "'...'", text)
-    lines = re.sub(r"\d[\d,]*(\.\d+)?", "#", text).splitlines()
-    return ["..." if line.startswith("...") else " ".join(line.split()) for line in lines]
-
-
-@pytest.mark.slow
-def test_outputs_are_those_of_the_page(printed: dict[str, str]) -> None:
-    committed = DOCUMENTED | {NOTEBOOK: run_examples.notebook_text(run_examples.read_notebook())}
-    for command, text in committed.items():
-        assert text.strip(), "run: python benchmarks/run_examples.py"
-        assert shape(printed[command]) == shape(text), command
-
-
-def numbers(text: str, pattern: str) -> list[float]:
-    """The numbers that a pattern's group finds in a text."""
-    return [float(found) for found in re.findall(pattern, text)]
-
-
-@pytest.mark.slow
-def test_outputs_show_what_examples_are_for(printed: dict[str, str]) -> None:
-    texts = {Path(command.split()[0]).stem: text for command, text in printed.items()}
-    full, packed = numbers(texts["long_document"], r"([\d.]+) MiB")
-    assert packed < 0.7 * full
-    assert "called Amos" in texts["chat"]
-    fed = numbers(texts["chat"], r"(\d+) tokens fed")
-    assert max(fed[1:]) < 0.2 * fed[0], "a later turn fed more than its own tokens"
-    tuned, equal = numbers(texts["tune_and_use"], r"KL ([\d.]+)")
-    assert tuned < equal
-    for kind in ("trained on", "held out"):
-        (line,) = (line for line in texts["calibrate_commvq"].splitlines() if line.startswith(kind))
-        errors = numbers(line, r"([\d.]+)")
-        assert errors == sorted(errors, reverse=True)
-    assert numbers(texts["lm_eval_task"], r"exact_match,none ([\d.]+)")[0] >= 0.5
-    assert "built of ... granite" in texts["shared_prefix"]
-    light, coarse = numbers(texts["quickstart"], r"bit: ([\d.]+)")
-    assert light < coarse < 1
+@pytest.mark.parametrize("command", DOCUMENTED, ids=lambda command: Path(command.split()[0]).stem)
+def test_example_packs_tokens(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    path, *words = shlex.split(command)
+    if '"--model"' in (ROOT / path).read_text(encoding="utf-8"):
+        words += ["--model", saved_model(8)]
+    if "long_document" in path:  # in this process
+        words += ["--cache", "turboquant-4bit"]
+    monkeypatch.setattr(sys, "argv", [path, *words])
+    runpy.run_path(str(ROOT / path), run_name="__main__")
+    printed = capfd.readouterr().out
+    if "long_document" in path:
+        assert re.search(r"[\d.]+ MiB", printed)
+        return
+    packed = re.findall(
+        r"(\d+) (?:of them |of \d+ tokens |tokens |tokens of each row )packed", printed.replace(",", "")
+    )
+    assert packed
+    assert all(int(count) > 0 for count in packed)
+    if "chat" in path:
+        fed = [int(count) for count in re.findall(r"(\d+) tokens fed", printed)]
+        assert max(fed[1:]) < 0.2 * fed[0], "a later turn fed more than its own tokens"

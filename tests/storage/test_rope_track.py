@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.method_cases import half_layout
-from support.models.small_model import HEAD_DIM, HEADS, method_config, small_config
+from support.models.small_model import HEAD_DIM, method_config, small_config
 from transformers import LlamaConfig
 
-from kvcache_compress import CompressedCache, load_config
-from kvcache_compress.cache.estimate import rope_bytes
+from kvcache_compress import CompressedCache
 from kvcache_compress.methods.commvq.codec import CommVQCodec
 from kvcache_compress.storage.shared.rope_track import DTYPE, RopeTrack
 
 LAYERS, PADDED = 3, 5
 SPECTRAL, COMMVQ = (method_config(name, LAYERS) for name in ("spectral", "commvq"))
-MIXED = {**SPECTRAL, "layers": [{"match": 1, "sink_tokens": 7}, {"match": 2, "keys": COMMVQ["keys"]}]}
-"""Layers with groups of 32 after 4 and after 7 sinks, and with groups of one token."""
-TRACKS = [(4, 32), (7, 32), (4, 1)]
 SIZES = [1, 2, 1, 60, 1, 16, 16, 16, 33, 1, 1]
 """Sizes of steps: the first ones end within the sinks, the others cross groups or end with one."""
 
@@ -86,40 +80,7 @@ def test_static_rows_are_those_of_a_growing_track(first: int, stride: int) -> No
     assert not track.buffer[:, len(groups) :].any()
 
 
-def new_cache(config: dict[str, Any], **changes: Any) -> CompressedCache:
-    return CompressedCache(small_config(LAYERS), {**config, **changes})
-
-
-def step(caches: list[CompressedCache], tokens: int) -> None:
-    """Give each cache the same left-padded step, the layers of each cache too."""
-    start = int(caches[0].get_seq_length())
-    generator = torch.Generator().manual_seed(start)
-    keys, values = torch.randn(2, 2, HEADS, tokens, HEAD_DIM, generator=generator)
-    for cache in caches:
-        rows = cache.layers[0].batch_size if start else 2
-        for index in range(LAYERS):
-            cache.receive_positions(index, embeddings(start, tokens), tokens)
-            cache.update(keys[:rows], values[:rows], index)
-
-
-def test_bytes_of_groups() -> None:
-    """The report counts rows by hand, and packed ones exactly; the estimate agrees."""
-    cache = new_cache(MIXED)
-    config = load_config(MIXED)
-    for size in (3, 1, 1, 85, 10, 1, 160):
-        step([cache], size)
-        tokens = cache.get_seq_length()
-        rows = [-(-max(0, tokens - first) // stride) for first, stride in TRACKS]
-        report = cache.memory_report()
-        assert report.rope_used_bytes == 2 * sum(rows) * HEAD_DIM * 2
-        assert report.rope_used_bytes == 2 * rope_bytes(config, HEAD_DIM, LAYERS, tokens)
-        packed = [layer.packed_tokens for layer in cache.layers]
-        in_use = sum(count // stride for count, (_, stride) in zip(packed, TRACKS, strict=True))
-        assert report.rope_packed_bytes == 2 * in_use * HEAD_DIM * 2
-    assert rope_bytes(load_config(SPECTRAL), HEAD_DIM, LAYERS, 4 + 65) == 3 * HEAD_DIM * 2
-
-
 def test_groups_of_two_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CommVQCodec, "rope_use", classmethod(lambda *_: "factors"))
     with pytest.raises(ValueError, match=r"spectral for keys and commvq for values need .* groups of 1 and 32 tokens"):
-        new_cache({**SPECTRAL, "values": COMMVQ["values"]})
+        CompressedCache(small_config(LAYERS), {**SPECTRAL, "values": COMMVQ["values"]})

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from kvcache_compress import TurboQuantCache
 from kvcache_compress.codecs.layout import Field
-from kvcache_compress.storage.packed_store import FIRST_TOKENS, SLACK, PackedStore, TailBuffer, grown_capacity
+from kvcache_compress.storage.packed_store import FIRST_TOKENS, PackedStore, TailBuffer
 
 FIELDS = (Field("codes", torch.int32, (4,)), Field("scale", torch.float16, (8,), tokens=32))
 
@@ -106,12 +106,3 @@ def test_windows_wider_than_the_text(capacity: int | None, frozen: bool, request
             cache.update(part, part, 0)
         assert cache.memory_report().allocated_bytes < 300_000
         assert torch.equal(cache.layers[0].keys, x)
-
-
-def test_growth() -> None:
-    """Capacity is at least as needed and at most an eighth more, in multiples of the group if possible."""
-    for multiple in (1, 16, 128):
-        for tokens in range(multiple, 5000, multiple):
-            capacity = grown_capacity(tokens, multiple)
-            assert tokens <= capacity <= tokens * (1 + SLACK)
-            assert capacity % multiple == 0

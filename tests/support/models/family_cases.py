@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
@@ -23,6 +23,7 @@ from kvcache_compress.storage.view import record_paths
 from support.cache_name import with_cache
 from support.files.commvq_files import FOLDER, codebook_file, random_codebooks
 from support.files.spectral_files import statistics_of
+from support.models import shrink
 
 VOCAB, SINKS, RECENT = 64, 4, 8
 STEPS = [60, 1, 5, 20, 1]
@@ -41,8 +42,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-SLIDING_FIRST = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Family:
     """A family of models.
 
     about: its features, for the support table.
-    options: options of its config, over `SIZES`.
+    options: options of its config, over `SIZES` and the small sizes of `shrink.py`.
     kind: its `model_type`, if that is not the family's name.
     rule: config rule for its layers without RoPE, with which methods work that need RoPE.
     """
@@ -68,24 +67,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         "soft-capped scores; sliding attention in every other layer; the model's own attention is eager",
-        {**SLIDING_FIRST, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
+        {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
     ),
-    "gemma3": Family(
-        "different RoPE in sliding and full layers",
-        {**SLIDING_FIRST, "query_pre_attn_scalar": 32},
-        kind="gemma3_text",
-    ),
+    "gemma3": Family("different RoPE in sliding and full layers", {"query_pre_attn_scalar": 32}, kind="gemma3_text"),
     "gemma4": Family(
         "full and sliding layers with different heads; later layers share keys and values",
         {
-            "sliding_window": 16,
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
             "global_head_dim": 64,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": VOCAB,
         },
         kind="gemma4_text",
@@ -95,39 +88,18 @@ FAMILIES: dict[str, Family] = {
         "head dimension 96", {"head_dim": 96, "hidden_size": 192, "num_attention_heads": 2}, kind="phi3"
     ),
     "gpt_oss": Family(
-        "learned logits (`s_aux`); sliding attention in every other layer; YaRN; the model's own attention is eager",
-        {**SLIDING_FIRST, "num_local_experts": 4},
+        "learned logits (`s_aux`); sliding attention in every other layer; YaRN; the model's own attention is eager"
     ),
-    "cohere2": Family("RoPE in sliding layers, none in full layers", {**SLIDING_FIRST, "logit_scale": 1.0}),
+    "cohere2": Family("RoPE in sliding layers, none in full layers", {"logit_scale": 1.0}),
     "glm4": Family("RoPE on half of each head, in pairs of neighbours"),
-    "qwen3_next": Family(
-        "linear attention in most layers; partial RoPE",
-        {
-            **EXPERTS,
-            "layer_types": ["linear_attention", "full_attention"],
-            "shared_expert_intermediate_size": 32,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-        },
-    ),
-    "falcon_h1": Family(
-        "attention and Mamba side by side in each layer",
-        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
-    ),
+    "qwen3_next": Family("linear attention in most layers; partial RoPE"),
+    "falcon_h1": Family("attention and Mamba side by side in each layer", {"mamba_d_ssm": 64, "mamba_d_head": 16}),
     "deepseek_v3": Family(
         "caches a latent (as keys) and a rotary key (as values), decoded at each step",
         {
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
             "first_k_dense_replace": 1,
             "num_key_value_heads": 4,
             "kv_lora_rank": 64,
-            "q_lora_rank": 32,
             "qk_rope_head_dim": 32,
             "qk_nope_head_dim": 32,
             "v_head_dim": 48,
@@ -137,9 +109,7 @@ FAMILIES: dict[str, Family] = {
         "no RoPE in every fourth layer", {"no_rope_layers": [1, 0]}, rule={"match": 1, "method": "turboquant"}
     ),
     "gpt_neox": Family("RoPE on a quarter of each head", {"num_key_value_heads": 4}),
-    "opt": Family(
-        "learned positions", {"ffn_dim": 64, "word_embed_proj_dim": 128, "init_std": 0.1, "num_key_value_heads": 4}
-    ),
+    "opt": Family("learned positions", {"word_embed_proj_dim": 128, "init_std": 0.1, "num_key_value_heads": 4}),
     "gpt2": Family("learned positions", {"num_key_value_heads": 4}),
 }
 
@@ -176,7 +146,7 @@ def model(family: str) -> PreTrainedModel:
 def build(family: str, **changes: Any) -> PreTrainedModel:
     """Build a model of the family, or of another `model_type`, with changes to its config."""
     case = FAMILIES.get(family, Family(""))
-    config = AutoConfig.for_model(case.kind or family, **{**SIZES, **case.options, **changes})
+    config = shrink.small_config(case.kind or family, **{**SIZES, **case.options, **changes})
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config)
     for name, parameter in made.named_parameters():

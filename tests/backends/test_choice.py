@@ -1,4 +1,4 @@
-"""A back end from outside the package: a class and its name in `BACKENDS` are all that a cache needs to run on it."""
+"""Choice of a back end, also of one from outside the package: a class and its name in `BACKENDS` are enough."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, small_model
+from support.models.small_model import VOCAB, method_config, small_config, small_model
 
-from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress import CompressedCache, TurboQuantCache, enable_fused_attention
+from kvcache_compress.backends import triton
 from kvcache_compress.backends.choice import BACKENDS, resolve_backend
 from kvcache_compress.backends.torch import TorchBackend
 from kvcache_compress.codecs.base import Codec, Side
@@ -80,3 +81,30 @@ def test_options_decide(even: EvenBits) -> None:
     config = {**method_config("turboquant"), "backend": "even"}
     with pytest.raises(ValueError, match="backend=\"even\" is unavailable for method 'turboquant'"):
         CompressedCache(small_model().config, config)
+
+
+def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match='backend="triton" is unavailable: triton is not installed'):
+        TurboQuantCache(small_config(), backend="triton")
+    TurboQuantCache(small_config(), backend="auto")
+
+
+def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match='backend="triton" is unavailable: there is no GPU'):
+        TurboQuantCache(small_config(), backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    TurboQuantCache(small_config(), backend="triton")
+
+
+def test_triton_for_tensors_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is refused for tensors on the CPU, even if there is a GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cache = TurboQuantCache(small_config(), backend="triton")
+    x = torch.randn(1, 2, 20, 32)
+    with pytest.raises(ValueError, match=r"unavailable for tensors on cpu; use backend=\"auto\""):
+        cache.update(x, x, 0)
+    assert cache.get_seq_length() == 0
