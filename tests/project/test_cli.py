@@ -16,6 +16,7 @@ from kvcache_compress.bench.run import attention_shape
 from kvcache_compress.cache.estimate import MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
 from kvcache_compress.cli import app
 from kvcache_compress.config import BUDGETS, load_config, measured_losses
+from kvcache_compress.validation import size_text
 
 runner = CliRunner(env={"COLUMNS": "200"})
 
@@ -57,6 +58,10 @@ def test_memory_of_one_preset_in_sensible_units() -> None:
     assert result.exit_code == 0
     assert "90.00 MiB" in result.output
     assert "turboquant" not in result.output
+    command = ["memory", "--preset", "best-2bit", "--context", "4K", "--model", "smollm2-135m", "--batch", "2"]
+    assert (
+        size_text(total_bytes(load_config("best-2bit"), 30, 3, 64, 4096, batch=2)) in runner.invoke(app, command).output
+    )
     result = runner.invoke(app, ["memory", "--preset", "best-9bit"])
     assert (result.exit_code, "did you mean" in result.output) == (1, True)
     assert runner.invoke(app, ["memory", "--context", "long"]).exit_code == 1
