@@ -23,17 +23,19 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import typer
-from kernel_variants import Variant, attention_variants, stored_bytes
 
-from kvcache_compress.bench.layers import encoded_side
+from kvcache_compress.bench.layers import encoded_side, middle_layer, named_config
+from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.methods.commvq.codec import CommVQCodec
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,12 +46,12 @@ from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_counts.json"
 PRESETS = (
-    *(f"turboquant-{bits}bit" for bits in (4, 3, 2)), "uniform-4bit", "uniform-2bit", "kivi-4bit", "kivi-2bit",
+    *(f"turboquant-{bits}bit" for bits in (4, 3, 2)), "uniform-4bit", "kivi-4bit", "kivi-2bit",
     "polarquant-rope-4bit", "polarquant-3.4bit", "qjl-3bit", *(f"spectral-{bits}bit" for bits in (4, 3, 2)),
     "commvq-2bit",
 )  # fmt: skip
 TARGET = "sm_90"
-HEADS = 2
+HEADS, GROUPS, HEAD_DIM = 2, 4, 128
 TOKENS = (1024, 2048)
 """Packed tokens of the two runs: whole programs of `turn_kernel`."""
 GROWING = ("turn_kernel", "attend_kernel")
@@ -79,14 +81,14 @@ Table = dict[str, dict[str, Counts]]
 """Counts by variant and kernel."""
 
 
-def measure(variant: Variant, emulator: Emulator) -> dict[str, Counts]:
+def measure(preset: str, emulator: Emulator) -> dict[str, Counts]:
     """Counts of each kernel of a decode step's attention.
 
     Raises:
         RuntimeError: a launch has findings, or Triton compiles another kernel for more tokens.
     """
     found = {}
-    for before, after in zip(*(launches(variant, tokens, emulator) for tokens in TOKENS), strict=True):
+    for before, after in zip(*(launches(preset, tokens, emulator) for tokens in TOKENS), strict=True):
         if before.findings or after.findings or before.program is not after.program:
             raise RuntimeError("\n".join([f"{after.name} cannot be counted", *before.report(), *after.report()]))
         if after.name in GROWING:
@@ -96,20 +98,32 @@ def measure(variant: Variant, emulator: Emulator) -> dict[str, Counts]:
     return found
 
 
-def launches(variant: Variant, tokens: int, emulator: Emulator) -> list[Launched]:
+def views(preset: str, tokens: int) -> list[View]:
+    """Keys and values of a layer with this many packed tokens."""
+    plan = middle_layer(named_config(preset))
+    both: tuple[tuple[Side, Any], ...] = ("keys", plan.keys), ("values", plan.values)
+    return [
+        encoded_side(own.method, own.options(), side, HEAD_DIM, torch.bfloat16, heads=HEADS, packed=tokens)
+        for side, own in both
+    ]
+
+
+def stored_bytes(preset: str) -> float:
+    """Stored bytes of a packed token's key and value in one head."""
+    return sum(bytes_per_token(view.codec.fields) for view in views(preset, 128))
+
+
+def launches(preset: str, tokens: int, emulator: Emulator) -> list[Launched]:
     """Launches of attention over this many packed tokens."""
     torch.manual_seed(0)
-    keys, values = (
-        encoded_side(*pair, side, variant.head_dim, variant.dtype, heads=HEADS, packed=tokens)
-        for side, pair in (("keys", variant.keys), ("values", variant.values))
-    )
+    keys, values = views(preset, tokens)
     for codec in (keys.codec, values.codec):
         if isinstance(codec, CommVQCodec) and codec.books:  # files are mapped at any address, a GPU's memory is aligned
             codec.books = replace(codec.books, books=codec.books.books.clone())
-    query = torch.randn(1, HEADS * variant.groups, variant.count, variant.head_dim).to(variant.dtype)
+    query = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM).to(torch.bfloat16)
     emulator.launches.clear()
     with mock.patch.object(launch, "split_sizes", lambda packed, *_: (packed, 1)):
-        launch.attend(AttentionCall.of(query, scaling=variant.head_dim**-0.5), keys, values)
+        launch.attend(AttentionCall.of(query, scaling=HEAD_DIM**-0.5), keys, values)
     return list(emulator.launches)
 
 
@@ -140,14 +154,13 @@ def markdown(table: Table) -> str:
     """Markdown table, a line for each kernel whose work grows with the tokens."""
     columns = ["kernel", "all", *CLASSES, "bytes", "sectors", "turns"]
     lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    variants = attention_variants()
     for name, kernels in table.items():
-        stored = stored_bytes(variants[name])
+        stored = stored_bytes(name)
         for kernel in filter(kernels.__contains__, GROWING):
             row = kernels[kernel]
             warps = [sum(row.instructions.values()), *row.instructions.values()]
             cells = [f"{name}, {kernel.removesuffix('_kernel')}"]
-            cells += [f"{32 * count / (2 * variants[name].head_dim):.2f}" for count in warps]
+            cells += [f"{32 * count / (2 * HEAD_DIM):.2f}" for count in warps]
             cells.append(f"{stored:.0f} / {SECTOR * row.touched:,.0f}")
             cells += [f"{row.touched / row.needed:.2f}", f"{row.turns / row.least:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
@@ -183,7 +196,7 @@ def main(
     emulator.counting = True
     measured = load() if only else {}
     for name in only or PRESETS:
-        measured[name] = measure(attention_variants()[name], emulator)
+        measured[name] = measure(name, emulator)
         for kernel, counts in measured[name].items():
             print(f"{name}, {kernel}", *counts.worst, sep="\n  ", flush=True)
     print(markdown(measured))

@@ -1,43 +1,39 @@
 """Compile every kernel ahead of time for GPUs that need not be present, and refuse registers that spill to memory.
 
-    python benchmarks/kernels/machine_code.py --output benchmarks/results/kernels.json    # all variants, `make kernels`
-    python benchmarks/kernels/machine_code.py --only kivi-2bit --target sm_90             # one of them
+    python benchmarks/kernels/machine_code.py                                     # all of them, `make kernels`
+    python benchmarks/kernels/machine_code.py --only kivi-2bit --target sm_90     # those of one preset
 
 Kernels whose source has not changed come from Triton's cache (`TRITON_CACHE_DIR`).
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import multiprocessing
 import os
-import platform
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton
 import typer
-from kernel_variants import (
-    NAMES,
-    attention_launches,
-    attention_variants,
-    encode_launches,
-    encode_variants,
-    step_launches,
-)
+from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress import CompressedCache
+from kvcache_compress.attention.interface import AttentionName, attention_forward
+from kvcache_compress.backends.choice import BACKENDS
+from kvcache_compress.bench.layers import VARIANTS, middle_layer, named_config, random_codebooks, use_backend
+from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.config import CompressionConfig, load_config, preset_names
 from kvcache_compress.triton_kernels.common import plan
 
 TARGETS = {
@@ -50,21 +46,97 @@ _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
+WINDOWS = {"sink_tokens": 16, "recent_tokens": 64}
+TOKENS = 719
+"""Tokens of a prompt after which the second step is the first that packs tokens, for groups of up to 128."""
+ATTENTION = ("map_query_kernel", "turn_kernel", "attend_kernel", "merge_kernel")
 
 
+class Case(NamedTuple):
+    """A cache and the calls of it whose kernels are compiled.
+
+    Attributes:
+        config: sides of the cache; the name of the case is a preset if it is None.
+        head_dim, dtype: of keys and values; there are 2 key/value heads, and 4 query heads for each.
+        queries: tokens of a step.
+        everything: also compile the kernels that encode prompts and add tokens, not attention's alone.
+        static: also compile the steps of a static cache.
+    """
+
+    config: dict[str, Any] | None = None
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    queries: int = 1
+    everything: bool = False
+    static: bool = False
+
+
+def _pair(keys: dict[str, Any], values: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"keys": keys, "values": values or keys}
+
+
+def _turboquant(bits: float, **options: Any) -> dict[str, Any]:
+    return {"method": "turboquant", "bits": bits, **options}
+
+
+_LLOYD, _PROD = {"codebook": "lloyd_max"}, {"estimator": "prod"}
+_FOUR, _KIVI = _pair(_turboquant(4)), _pair({"method": "kivi", "bits": 4})
+_PROD_K3V2, _PROD_2_5 = _pair(_turboquant(3, **_PROD), _turboquant(2, **_PROD)), _pair(_turboquant(2.5, **_PROD))
+STATIC = (
+    "turboquant-4bit",
+    "turboquant-2bit",
+    "polarquant-rope-4bit",
+    "qjl-3bit",
+    "polarquant-3.4bit",
+    "spectral-2bit",
+)
+"""Presets whose steps with a static cache are compiled: one for each kind of encoder."""
+CASES = {
+    **{
+        name: Case(everything=True, static=name in STATIC)
+        for name in (*preset_names(), *VARIANTS)
+        if name != "turboquant-mixed"
+    },
+    **{f"lloyd-max-{bits}bit": Case(_pair(_turboquant(bits, **_LLOYD)), everything=True) for bits in (2, 2.5, 3)},
+    "uniform-2bit": Case(_pair(_turboquant(2, codebook="uniform")), everything=True),
+    "prod-k3v2": Case(_PROD_K3V2),
+    "prod-2.5bit": Case(_PROD_2_5),
+    "turboquant-4bit and kivi-4bit": Case(_pair(_FOUR["keys"], _KIVI["keys"])),
+    "turboquant-6bit and none": Case(_pair(_turboquant(6), {"method": "none"})),
+    "none and lloyd-max-1bit": Case(_pair({"method": "none"}, _turboquant(1, **_LLOYD))),
+    "turboquant-4bit, 16 queries": Case(_FOUR, queries=16),
+    "kivi-4bit, 16 queries": Case(_KIVI, queries=16),
+    **{
+        f"{name}, D={head_dim}": Case(config, head_dim)
+        for head_dim, configs in {
+            64: {"turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2},
+            96: {"turboquant-4bit": _FOUR},
+            256: {
+                "turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2, "prod-2.5bit": _PROD_2_5,
+                "lloyd-max-2.5bit": _pair(_turboquant(2.5, **_LLOYD)),
+            },
+        }.items()
+        for name, config in configs.items()
+    },
+    **{
+        f"{name}, float32": Case(config, dtype=torch.float32)
+        for name, config in {"turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-2.5bit": _PROD_2_5}.items()
+    },
+    "encode norms, D=64": Case(_pair(_turboquant(3, scalar="norm")), 64, everything=True),
+    "encode least squares, D=256": Case(_pair(_turboquant(6, scalar="least_squares")), 256, everything=True),
+}  # fmt: skip
 KNOWN_STACK = {
-    "prod-2.5bit, D=256": 528,
-    "prod-2.5bit, float32": 48,
-    "lloyd-max-2.5bit, D=256": 88,
-    "kivi-4bit, D=256": 48,
-    "encode keys of polarquant-3.4bit": 8,
-    "encode values of polarquant-3.4bit": 8,
-    "turboquant-3.5bit": 8,
-    "turboquant-k3v2": 8,
-    "write slots turboquant-2bit": 16,
-    "commvq-paper": 24,
+    "prod-2.5bit, D=256: attend_kernel": 528,
+    "prod-2.5bit, float32: attend_kernel": 48,
+    "lloyd-max-2.5bit, D=256: attend_kernel": 88,
+    "kivi-4bit, D=256: attend_kernel": 48,
+    "polarquant-3.4bit: encode_kernel": 8,
+    "turboquant-3.5bit: attend_kernel": 8,
+    "turboquant-k3v2: attend_kernel": 8,
+    "turboquant-2bit: write_slots_kernel": 16,
+    "commvq-paper: attend_kernel": 24,
 }
-"""Known stack bytes of a variant; more of them fail.
+"""Known stack bytes of a kernel; more of them fail.
 
 Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on sm_100 only), spill registers. The
 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is
@@ -73,17 +145,75 @@ and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` 
 twelve numbers, none of them in its loops. Keys of CommVQ keep six on sm_100 beside values of the paper's encoder."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Resources of a kernel on one target; registers and stack of each thread."""
+class Figures(NamedTuple):
+    """Resources of a kernel on one target; stack and registers of each thread."""
 
-    registers: int
     stack_bytes: int
+    registers: int
     shared_bytes: int
 
 
-Table = dict[str, dict[str, Figures]]
-"""Figures by variant and target."""
+Table = dict[str, Figures]
+"""Figures by the name of a case and of a kernel; the largest, where a case has several variants of one kernel."""
+
+
+def config_of(name: str) -> CompressionConfig:
+    """Cache config of a case; CommVQ gets random codebooks of the calibrated size."""
+    case = CASES[name]
+    if case.config is not None:
+        return load_config(case.config | WINDOWS)
+    own = middle_layer(named_config(name))
+    config = load_config({"keys": own.keys, "values": own.values, **WINDOWS})
+    if own.keys.method != "commvq":
+        return config
+    options: Any = own.keys.options()
+    return config.with_files(codebooks=random_codebooks(case.head_dim, 2, options.bits, options.scalar == "norm"))
+
+
+@contextmanager
+def captured() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    """Record kernel and arguments of every launch in this context, and run none: results are uninitialised."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        calls.append((kernel, dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        yield calls
+
+
+@torch.inference_mode()
+def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
+    """Kernels of a case and their arguments: of its prompt, and of two steps each in growing and static caches."""
+    case, config = CASES[name], config_of(name)
+    model = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=case.head_dim,
+        hidden_size=8 * case.head_dim,
+    )  # fmt: skip
+
+    model._attn_implementation = AttentionName("sdpa")  # so that the cache hands over views
+    module: Any = SimpleNamespace(config=model, is_causal=True, num_key_value_groups=4)
+
+    def random(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(1, heads, tokens, case.head_dim).to(case.dtype)
+
+    found = []
+    for capacity in (None, 2048) if case.static else (None,):
+        cache = CompressedCache(model, config.changed(max_cache_len=capacity, backend="torch"))
+        prompt = cache.update(random(2, TOKENS), random(2, TOKENS), 0)
+        attention_forward(module, random(8, TOKENS), *prompt, None, scaling=0.1)
+        layer = cache.layers[0]
+        use_backend(layer, "triton")
+        with captured() as calls:
+            for masked in (False, True):
+                keys, values = cache.update(random(2, case.queries), random(2, case.queries), 0)
+                mask = torch.ones(1, 1, case.queries, keys.tokens, dtype=torch.bool) if masked else None
+                keys.attend(AttentionCall.of(random(8, case.queries), mask, scaling=0.1), values)
+            for state in layer.sides.values() if case.everything else ():
+                tokens = random(2, 4 * layer.flush_tokens)
+                BACKENDS["triton"].encoded(state.codec, tokens, state.rope(0, tokens.shape[2]))
+        found += [call for call in calls if case.everything or call[0].__name__ in ATTENTION]
+    return found
 
 
 def launching_for(target: str) -> AbstractContextManager[Any]:
@@ -125,7 +255,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
             int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
-        return Figures(registers, stack, compiled.metadata.shared)
+        return Figures(stack, registers, compiled.metadata.shared)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -136,7 +266,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
     if counts is None:
         raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {listing[:200]}")
     registers, stack, local = (int(number) for number in counts.groups())
-    return Figures(registers, stack + local, compiled.metadata.shared)
+    return Figures(stack + local, registers, compiled.metadata.shared)
 
 
 def check_sums(name: str, ptx: str) -> None:
@@ -163,80 +293,45 @@ def _type_of(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def measure(targets: list[str], only: list[str]) -> Table:
-    """Compile the variants named in `only` for `targets`, or else all variants for several targets at a time."""
-    workers = min(len(targets), os.cpu_count() or 1)
-    if only or workers == 1:
-        tables = [measure_target(target, only) for target in targets]
-    else:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            tables = list(pool.map(measure_target, targets, [only] * len(targets)))
-    return {
-        name: {target: table[name] for target, table in zip(targets, tables, strict=True) if name in table}
-        for name in dict.fromkeys(name for table in tables for name in table)
-    }
-
-
-def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
-    """Figures by variant on one target."""
+def measure(target: str, names: list[str]) -> Table:
+    """Figures of the kernels of these cases on one target."""
     torch.manual_seed(0)
-    table: dict[str, Figures] = {}
+    table: Table = {}
     with launching_for(target):
-        for name, variant in attention_variants().items():
-            if not only or any(f"{part}{name}" in only for part in NAMES.values()):
-                for part, call in attention_launches(variant).items():
-                    table[f"{part}{name}"] = compile_for(*call, target)
-        for name, call in step_launches().items():
-            if not only or name in only:
-                table[name] = compile_for(*call, target)
-        for name, encoder in encode_variants().items():
-            if not only or name in only:
-                for number, call in enumerate(encode_launches(*encoder)):
-                    table[name if number == 0 else f"{name}, {number + 1}"] = compile_for(*call, target)
+        for name in names:
+            for kernel, arguments in launches(name):
+                key, found = f"{name}: {kernel.__name__}", compile_for(kernel, arguments, target)
+                table[key] = max(found, table.get(key, found))
     return table
 
 
 def spills(table: Table) -> list[str]:
-    """Variants that use more of the stack on a CUDA target than `KNOWN_STACK` allows."""
+    """Kernels that use more of the stack than `KNOWN_STACK` says."""
     return [
-        f"{name} on {target}: {figures.stack_bytes} bytes of stack"
-        for name, row in table.items()
-        for target, figures in row.items()
-        if target.startswith("sm_") and figures.stack_bytes > KNOWN_STACK.get(name, 0)
+        f"{name}: {figures.stack_bytes} bytes of stack"
+        for name, figures in table.items()
+        if figures.stack_bytes > KNOWN_STACK.get(name, 0)
     ]
 
 
-def save(table: Table, path: Path) -> None:
-    """Write the figures as JSON, a line for each variant."""
-    content = {
-        "command": "python benchmarks/kernels/machine_code.py --output benchmarks/results/kernels.json",
-        "hardware": "none: compiled ahead of time",
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in ("triton", "torch")},
-    }
-    head = json.dumps(content, indent=1).removesuffix("\n}")
-    rows = (
-        f"  {json.dumps(name)}: {json.dumps({t: asdict(f) for t, f in row.items()})}" for name, row in table.items()
-    )
-    write_atomically(path, f'{head},\n "kernels": {{\n' + ",\n".join(rows) + "\n }\n}\n")
-
-
 def main(
-    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Names of the variants to compile; all by default.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Cases to compile, such as presets; all by default.")] = None,
     target: Annotated[list[str] | None, typer.Option(help=f"Targets, of {', '.join(TARGETS)}.")] = None,
 ) -> None:
-    """Compile the kernels ahead of time; fail if registers spill."""
+    """Compile the kernels ahead of time; fail if registers spill on NVIDIA's GPUs."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise typer.BadParameter("TRITON_INTERPRET=1 is set: the interpreter has no machine code")
-    measured = measure(target or list(TARGETS), only or [])
-    for name, row in measured.items():
-        texts = (f"{t} {f.registers} registers, {f.shared_bytes / 1024:.0f} KiB shared" for t, f in row.items())
-        print(f"{name}: {'; '.join(texts)}")
-    if output is not None:
-        save(measured, output)
-    messages = spills(measured)
-    print("\n".join(messages) or f"{len(measured)} kernels, no spills but the known ones")
+    names, targets = only or list(CASES), target or list(TARGETS)
+    workers, context = min(len(targets), os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool:
+        tables = dict(zip(targets, pool.map(measure, targets, [names] * len(targets)), strict=True))
+    messages = []
+    for one, table in tables.items():
+        for name, figures in table.items():
+            print(f"{one}, {name}: {figures.registers} registers, {figures.shared_bytes / 1024:.0f} KiB shared")
+        if one.startswith("sm_"):
+            messages += [f"{one}, {message}" for message in spills(table)]
+    print("\n".join(messages) or f"{sum(map(len, tables.values()))} kernels, no spills but the known ones")
     raise typer.Exit(1 if messages else 0)
 
 

@@ -12,7 +12,8 @@ from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
-from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, MERGED, NO_MASK, Masking, attend_kernel, merge_kernel
+from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel
+from .merge import MERGED, merge_kernel
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import CAUSAL, SlotMask
 
@@ -24,14 +25,21 @@ MAX_SPLITS = MERGED.value - DENSE.value
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read."""
 ROUNDS, MIN_ROUND_TOKENS = 6, 384
-"""Programs for every one that is resident, and the fewest tokens of each: a processor that is done early takes another.
+"""Programs per resident program, and the fewest tokens of each. A processor that is done early takes another program.
 On an H200, 8 sequences of 32K tokens take .76 to .79 of the time that one round takes."""
 MAPPED, ATTENDED = ("p_mapped", "p_rows", "p_turned", "p_shift"), ("p_acc", "p_dense", "p_stats")
-"""Buffers that one kernel fills for the next: before attention, and of attention."""
+"""Buffers that one kernel fills for the next: those filled before attention, and those that attention fills."""
 
 
 class Sizes(NamedTuple):
-    """Packed tokens per split, number of splits, whether packed tokens fill every tile, and the tile."""
+    """Division of a call's packed tokens among programs.
+
+    Attributes:
+        split_tokens: tokens per split.
+        splits: number of splits.
+        even: True if packed tokens fill every tile.
+        tile: the tile.
+    """
 
     split_tokens: int
     splits: int
@@ -185,11 +193,8 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
 def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
     """Tile with which levels and accumulators of both sides stay in registers; `exact` for float32 queries.
 
-    One warp if that is enough: the 16 rows of the tensor cores' tile cannot be split, so more warps repeat work. A tile
-    set by `KernelSide.use_tile` goes first.
+    One warp if that is enough: the 16 rows of the tensor cores' tile cannot be split, so more warps repeat work.
     """
-    if k_side.tile is not None:
-        return k_side.tile
     if exact:
         return Tile(16, 8, 2)
     widest = max(*k_side.widths, *v_side.widths)

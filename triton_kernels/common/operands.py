@@ -74,7 +74,6 @@ class KernelSide:
     words: int32 constants of its fast path, which stay in registers (see `lookup.py`): each becomes a tile `[1, 1]`,
         and the last `places` of them tiles `[1, n]`, one for each power of two in `places`, largest first.
     tokens, warps: most tokens per tile, and warps per program, that it works best with in 16 bits.
-    most_tokens: most tokens per tile that it supports.
     matrix: float32, None for the identity. Of keys `[H or 1, D, sum(widths)]`, contiguous, queries to code space, with
         one more column if a term is added to all scores of a query. Of values `[H or 1, sum(widths), D]`, code space to
         outputs.
@@ -82,7 +81,6 @@ class KernelSide:
     prologue: keys only, makes the launch between the map and attention that maps the queries once more for each group
         of tokens, from the side and the arguments of both (`spectral.turn_call`).
     group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
-    tile: keys only, the tile set by `use_tile`.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
@@ -94,21 +92,13 @@ class KernelSide:
     places: int = 0
     tokens: int = 32
     warps: int = 1
-    most_tokens: int = 128
     matrix: torch.Tensor | None = None
     headroom: float = 1.0
     prologue: Callable[..., KernelCall] | None = None
     group: int = 1
-    tile: Tile | None = None
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-
-    def use_tile(self, tile: Tile | None) -> None:
-        """Make attention use this tile from now on, or its own choice with None; keys only."""
-        self.tile = tile
-        self.sizes.clear()
-        self.plans.clear()
 
     def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Tables cast to `dtype`, once."""
@@ -138,7 +128,7 @@ class KernelSide:
 
     @cached_property
     def query_bound(self) -> torch.Tensor:
-        """Factor of queries of magnitude 1 by which they are at most `headroom` when mapped, inverted. Float32 `[]`."""
+        """Divisor, float32 `[]`, that keeps mapped queries within `headroom`, for queries of magnitude 1."""
         assert self.matrix is not None
         return self.matrix[..., : self.mapped_width].abs().sum(-2).max() / self.headroom
 
@@ -166,6 +156,11 @@ class KernelEncoder:
     meta: tuple[Any, ...]
     tables: tuple[torch.Tensor, ...] = ()
     group: int = 1
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What a launch with this encoder is compiled for: function, constants, and dtypes of the tables."""
+        return self.encode, self.meta, self.group, tuple([x.dtype for x in self.tables])
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

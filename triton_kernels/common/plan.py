@@ -8,7 +8,7 @@ passes addresses where Triton takes tensors. Its owner compares everything else 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -29,9 +29,10 @@ Kept = TypeVar("Kept")
 
 
 def portable() -> bool:
-    """True on AMD GPUs and in Triton's interpreter: neither assembly, nor TF32, nor a limit of registers, nor repeats.
+    """True on AMD GPUs and in Triton's interpreter, where kernels use no assembly, TF32 or limit of registers.
 
-    Triton specialises kernels for AMD by more than a plan's owner compares: by the size of each tensor's memory, too.
+    Launches are not repeated there. Triton specialises kernels for AMD by more than a plan's owner compares: by the
+    size of each tensor's memory, too.
     """
     return PORTABLE
 
@@ -182,19 +183,25 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def repeated(
-    kernel: Any, grid: tuple[int, int, int], inputs: dict[str, Any], constants: dict[str, Any], device: torch.device
+    kernel: Any,
+    inputs: dict[str, Any],
+    kind: tuple[Any, ...],
+    complete: Callable[[], tuple[tuple[int, int, int], dict[str, Any]]],
+    device: torch.device,
 ) -> None:
-    """Launch a kernel that needs no scratch memory; the compiled one if types, alignment and `constants` are known.
+    """Launch a kernel that needs no scratch memory, in its compiled form if a call of this kind has been made before.
 
-    `inputs` are tensors, tuples of tensors, and numbers on whose values Triton does not specialise.
+    Args:
+        inputs: arguments that change from call to call: tensors, tuples of tensors, and numbers on whose values Triton
+            does not specialise.
+        kind: what determines the grid, all other arguments, and the dtypes of the inputs.
+        complete: returns the grid and the other arguments; called for the first call of a kind only.
     """
     pointers, aligned, narrow = addresses(inputs)
-    repeatable = aligned and narrow
-    tensors = [x for x in inputs.values() if type(x) is not int]
-    dtypes = tuple([tuple([part.dtype for part in x]) if type(x) is tuple else x.dtype for x in tensors])
-    key = (kernel, grid, dtypes, tuple(constants.values()), device, repeatable)
+    key = kernel, kind, device, aligned and narrow
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeatable)
+        grid, constants = complete()
+        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, aligned and narrow)
         kept(_plans, key, plan, MAX_SHARED)
     plan.run(inputs, pointers, device)

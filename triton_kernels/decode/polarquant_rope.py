@@ -168,7 +168,6 @@ def polarquant_rope_side(
         2 * code_tiles(pairs),
         tables=(points,),
         tokens=16,
-        most_tokens=codes.tokens or 128,
         matrix=with_mean(in_code_order(basis, (pairs, pairs)).mT, mean),
     )
     if fast:

@@ -302,7 +302,6 @@ def spectral_side(
         words=torch.cat([*tables, *map(_places, sizes)]).to(device) if sizes else None,
         places=sum(sizes),
         tokens=min(group, 64 if dim <= 64 else 32),
-        most_tokens=group,
         warps=assembly.warps(dim),
         matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
         prologue=turn_call,

@@ -87,14 +87,16 @@ def encode(
         p_x=x, fields=fields, tables=encoder.tables, s_b=s_b, s_h=s_h, s_t=s_t, tokens=tokens, at=at,
         capacity=fields[0].shape[2], **rope_inputs(rope, fields[0]),
     )  # fmt: skip
-    block, warps = (MANY_TOKENS, 8) if tokens > MANY_TOKENS else (FEW_TOKENS, 4)
-    block = max(block, encoder.group)
-    constants = dict(
-        H=heads, D=dim, ENCODE=encoder.encode, META=encoder.meta, PRECISION=exact_precision(), BLOCK=block,
-        num_warps=warps, **launch_options(fusion=False),
-    )  # fmt: skip
-    grid = -(-tokens // block), batch * heads, 1
-    repeated(encode_kernel, grid, inputs, constants, x.device)
+
+    def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
+        block, warps = (MANY_TOKENS, 8) if tokens > MANY_TOKENS else (FEW_TOKENS, 4)
+        block = max(block, encoder.group)
+        return (-(-tokens // block), batch * heads, 1), dict(
+            H=heads, D=dim, ENCODE=encoder.encode, META=encoder.meta, PRECISION=exact_precision(), BLOCK=block,
+            num_warps=warps, **launch_options(fusion=False),
+        )  # fmt: skip
+
+    repeated(encode_kernel, inputs, (x.shape, x.dtype, encoder.kind, dtypes(fields, rope)), complete, x.device)
 
 
 def encoded(
@@ -120,24 +122,32 @@ def flush(
     longer than `longest`. `rope` is as in `encode`.
     """
     batch, heads, tail_capacity, dim = x.shape
-    block = max(FEW_TOKENS, encoder.group)
     inputs = dict(
         p_x=x, p_next=following, p_good=good, fields=fields, tables=encoder.tables, tokens=tokens, kept=kept, at=at,
         capacity=fields[0].shape[2], tail_capacity=tail_capacity, next_capacity=following.shape[2],
         **rope_inputs(rope, fields[0]),
     )  # fmt: skip
-    constants = dict(
-        H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
-        PRECISION=exact_precision(), LONGEST=longest, BLOCK=block,
-        num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(fusion=False),
-    )  # fmt: skip
-    blocks = -(-(tokens + kept) // block)
-    repeated(flush_kernel, (blocks, batch * heads, 1), inputs, constants, x.device)
+
+    def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
+        block = max(FEW_TOKENS, encoder.group)
+        return (-(-(tokens + kept) // block), batch * heads, 1), dict(
+            H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
+            PRECISION=exact_precision(), LONGEST=longest, BLOCK=block,
+            num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(fusion=False),
+        )  # fmt: skip
+
+    kind = batch, heads, dim, tokens + kept, longest, x.dtype, encoder.kind, dtypes(fields, rope)
+    repeated(flush_kernel, inputs, kind, complete, x.device)
 
 
 def rope_inputs(rope: torch.Tensor | None, unread: torch.Tensor) -> dict[str, Any]:
     """Arguments with cos and sin `[B, groups, 2 * rotary]` for encoders; without any, a placeholder."""
     return {"p_rope": unread, "s_rope": 0} if rope is None else {"p_rope": rope, "s_rope": rope.stride(0)}
+
+
+def dtypes(fields: tuple[torch.Tensor, ...], rope: torch.Tensor | None = None) -> tuple[torch.dtype, ...]:
+    """Dtypes of a side's fields, and of its cos and sin if it has any."""
+    return tuple([x.dtype for x in (fields if rope is None else (*fields, rope))])
 
 
 def exact_precision() -> str:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import MAX_SHARED, Plan, addresses, kept
+from kvcache_compress.triton_kernels.common.plan import repeated
 
 _MOVING = (*(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht"), "k_capacity", "v_capacity", "at")
 
@@ -37,9 +37,6 @@ def append_kernel(
         _copy(p_v, p_v_out, s_v_b, s_v_h, s_v_t, v_capacity, at, i_b, i_h, H, N, N_PAD, DV, DV_PAD)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}  # `repeated` makes its keys more slowly, and every step appends
-
-
 def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, at: int) -> None:
     """Copy a step's `keys` and `values` `[B, H, n, D]` to tokens `[at, at + n)` of buffers `[B, H, capacity, D]`.
 
@@ -52,15 +49,13 @@ def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_b
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t,
         k_capacity=k_buffer.shape[2], v_capacity=v_buffer.shape[2], at=at,
     )  # fmt: skip
-    pointers, aligned, narrow = addresses(inputs)
-    key = (keys.shape, values.shape[3], keys.dtype, values.dtype, keys.device, aligned and narrow)
-    plan = _plans.get(key)
-    if plan is None:
+
+    def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
         (batch, heads, count, dim), value_dim = keys.shape, values.shape[3]
-        constants = dict(
+        return (batch * heads, 2, 1), dict(
             H=heads, N=count, N_PAD=next_power_of_2(count), DK=dim, DK_PAD=next_power_of_2(dim), DV=value_dim,
             DV_PAD=next_power_of_2(value_dim), num_warps=1, **launch_options(),
         )  # fmt: skip
-        call = (append_kernel, (batch * heads, 2, 1), inputs | constants)
-        plan = kept(_plans, key, Plan([call], inputs, {}, aligned and narrow), MAX_SHARED)
-    plan.run(inputs, pointers, keys.device)
+
+    kind = keys.shape, values.shape[3], keys.dtype, values.dtype
+    repeated(append_kernel, inputs, kind, complete, keys.device)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import repeated
-from kvcache_compress.triton_kernels.encode.launch import exact_precision, rope_inputs
+from kvcache_compress.triton_kernels.encode.launch import dtypes, exact_precision, rope_inputs
 
 ROWS = tl.constexpr(16)
 """Fewest tokens that are encoded at a time."""
@@ -39,7 +39,7 @@ class SlotSide(NamedTuple):
 class Step(NamedTuple):
     """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the tail.
 
-    recent: tokens of the recent window; flush: tokens encoded at a time; longest: length of the longest vector allowed.
+    recent: tokens of the recent window; flush: tokens encoded at a time; longest: length that no vector may exceed.
     """
 
     heads: int
@@ -162,11 +162,7 @@ def write_slots(
         rope: cos and sin `[B, groups, 2 * rotary]` of the first token of each packed group, for encoders that use them.
     """
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh)
-    batch, heads, count, _ = keys.shape
-    (k_encoder, k_side), (v_encoder, v_side) = (
-        (encoder, SlotSide(tail.shape[3], next_power_of_2(tail.shape[3]), encoder.group, encoder.meta))
-        for tail, encoder in zip(tails, (one or UNENCODED for one in encoders), strict=True)
-    )
+    k_encoder, v_encoder = (encoder or UNENCODED for encoder in encoders)
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
     s_v_b, s_v_h, s_v_t, _ = values.stride()
     inputs = dict(
@@ -177,11 +173,23 @@ def write_slots(
         packed_capacity=packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
         **rope_inputs(rope, fields[0][0]),
     )  # fmt: skip
-    step = Step(
-        heads, count, next_power_of_2(count), sinks[0].shape[2], tails[0].shape[2] - 1, recent, flush, longest
+
+    def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
+        batch, heads, count, _ = keys.shape
+        k_side, v_side = (
+            SlotSide(tail.shape[3], next_power_of_2(tail.shape[3]), encoder.group, encoder.meta)
+            for tail, encoder in zip(tails, (k_encoder, v_encoder), strict=True)
+        )
+        step = Step(
+            heads, count, next_power_of_2(count), sinks[0].shape[2], tails[0].shape[2] - 1, recent, flush, longest
+        )  # fmt: skip
+        return (batch * heads, 2, 1), dict(
+            K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step,
+            PRECISION=exact_precision(), COUNTED=total is not None, num_warps=4, **launch_options(fusion=False),
+        )  # fmt: skip
+
+    kind = (
+        keys.shape, tails[0].shape, tails[1].shape[3], sinks[0].shape[2], recent, flush, longest, total is None,
+        k_encoder.kind, v_encoder.kind, keys.dtype, tails[0].dtype, dtypes(fields[0], rope), dtypes(fields[1]),
     )  # fmt: skip
-    constants = dict(
-        K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step,
-        PRECISION=exact_precision(), COUNTED=total is not None, num_warps=4, **launch_options(fusion=False),
-    )  # fmt: skip
-    repeated(write_slots_kernel, (batch * heads, 2, 1), inputs, constants, counts.device)
+    repeated(write_slots_kernel, inputs, kind, complete, counts.device)
