@@ -44,10 +44,8 @@ def code_fields(bits: int, width: int, prefix: str = "") -> tuple[Field, ...]:
 def check_head_dim(method: str, head_dim: int, multiple: int, least: int) -> None:
     """Raise `ValueError` for a head dimension that a method does not support, naming methods that do."""
     if head_dim % multiple or head_dim < least:
-        others = "none: any" if method == "turboquant" else "turboquant: of 8 from 16 on; none: any"
-        raise ValueError(
-            f"head_dim={head_dim} for {method}: allowed multiples of {multiple} from {least} on ({others})"
-        )
+        advice = "use none" if method == "turboquant" else "use turboquant (multiples of 8 from 16) or none (any)"
+        raise ValueError(f"head_dim={head_dim} for {method} must be a multiple of {multiple} from {least} on; {advice}")
 
 
 def words_per_token(width: int) -> int:

@@ -7,10 +7,10 @@ consecutive channels of a token do. Both are stored in 16 bits, so b-bit codes t
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import Field as Limits
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
-GROUP_SIZES = (16, 32, 64, 128)
-
-
 class KIVIOptions(MethodOptions):
     """Options of `kivi`, for one side.
 
@@ -33,22 +30,8 @@ class KIVIOptions(MethodOptions):
         group_size: tokens (keys) or channels (values) per scale.
     """
 
-    bits: int = 4
-    group_size: int = 32
-
-    @field_validator("bits")
-    @classmethod
-    def _check_bits(cls, bits: int) -> int:
-        if not 1 <= bits <= 6:
-            raise ValueError(f"bits={bits} for kivi: allowed 1–6")
-        return bits
-
-    @field_validator("group_size")
-    @classmethod
-    def _check_group(cls, group_size: int) -> int:
-        if group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size={group_size} for kivi: allowed {', '.join(map(str, GROUP_SIZES))}")
-        return group_size
+    bits: Annotated[int, Limits(ge=1, le=6)] = 4
+    group_size: Literal[16, 32, 64, 128] = 32
 
 
 @register_method
@@ -62,15 +45,15 @@ class KIVICodec(Codec):
     @classmethod
     def layout(cls, options: KIVIOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, CODES_PER_WORD)
-        group = options.group_size
+        group: int = options.group_size
         if side == "keys":
             shape, tokens = (head_dim,), group
         else:
             if head_dim % group:
-                divisors = ", ".join(str(size) for size in GROUP_SIZES if head_dim % size == 0)
+                fitting = [str(size) for size in (16, 32, 64, 128) if head_dim % size == 0]
+                advice = f"use {' or '.join(fitting)}" if fitting else "no group size does: use turboquant for values"
                 raise ValueError(
-                    f"group_size={group} for kivi values: allowed divisors of the head dimension {head_dim}: "
-                    + (divisors or "none of the group sizes divides it; turboquant supports such values")
+                    f"group_size={group} for kivi values must divide the head dimension {head_dim}; {advice}"
                 )
             shape, tokens = (head_dim // group,), 1
         scales = (Field("scale", torch.float16, shape, tokens), Field("zero", torch.float16, shape, tokens))

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field as Limits
 from pydantic import field_validator
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
-from kvcache_compress.codecs.quantizers.scalar import quantize_on
+from kvcache_compress.codecs.quantizers.scalar import quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.codecs.transforms.equalization import Equalize
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
 """Fewest outlier channels; with fewer, an orthogonal sketch has few distinct sign patterns."""
+Rows = Annotated[int, Limits(ge=CODES_PER_WORD, multiple_of=CODES_PER_WORD)]
 
 
 class QJLOptions(MethodOptions):
@@ -51,35 +53,21 @@ class QJLOptions(MethodOptions):
             have their own sketch.
     """
 
-    sketch_ratio: float = 2
-    sketch_dim: int | None = None
+    sketch_ratio: Annotated[float, Limits(gt=0, le=MAX_RATIO)] = 2
+    sketch_dim: Rows | None = None
     sketch: SketchKind = "orthogonal"
     shared_sketch: bool = False
     outlier_channels: int = 0
-    outlier_sketch_dim: int | None = None
+    outlier_sketch_dim: Rows | None = None
     scalar: Literal["norm", "match"] = "match"
     center: Center = "auto"
     equalize: Equalize = "auto"
-
-    @field_validator("sketch_ratio")
-    @classmethod
-    def _check_ratio(cls, ratio: float) -> float:
-        if not 0 < ratio <= MAX_RATIO:
-            raise ValueError(f"sketch_ratio={ratio:g} for qjl: allowed above 0, up to {MAX_RATIO}")
-        return ratio
-
-    @field_validator("sketch_dim", "outlier_sketch_dim")
-    @classmethod
-    def _check_rows(cls, rows: int | None, info: Any) -> int | None:
-        if rows is not None and (rows < CODES_PER_WORD or rows % CODES_PER_WORD):
-            raise ValueError(f"{info.field_name}={rows} for qjl: allowed multiples of {CODES_PER_WORD}")
-        return rows
 
     @field_validator("outlier_channels")
     @classmethod
     def _check_outliers(cls, count: int) -> int:
         if count and count < MIN_OUTLIERS:
-            raise ValueError(f"outlier_channels={count} for qjl: allowed 0 or at least {MIN_OUTLIERS}")
+            raise ValueError(f"outlier_channels={count} for qjl must be 0 or at least {MIN_OUTLIERS}")
         return count
 
     def idle(self) -> dict[str, str]:
@@ -107,13 +95,13 @@ def sketches(options: QJLOptions, head_dim: int) -> tuple[Sketch, ...]:
     limit = MAX_RATIO * head_dim
     outliers = options.outlier_channels
     if outliers >= head_dim:
-        raise ValueError(f"outlier_channels={outliers} for qjl: allowed below the head dimension {head_dim}")
+        raise ValueError(f"outlier_channels={outliers} for qjl must be below the head dimension {head_dim}")
     by_ratio = max(1, round(options.sketch_ratio * head_dim / CODES_PER_WORD)) * CODES_PER_WORD
     rows = options.sketch_dim or by_ratio
     outlier_rows = options.outlier_sketch_dim or -(-head_dim // CODES_PER_WORD) * CODES_PER_WORD
     for name, count in (("sketch_dim", rows), ("outlier_sketch_dim", outlier_rows)):
         if count > limit:
-            raise ValueError(f"{name}={count} for qjl: allowed up to {limit}, {MAX_RATIO} times the head dimension")
+            raise ValueError(f"{name}={count} for qjl must be at most {limit}, {MAX_RATIO} times the head dimension")
     inliers = Sketch(rows, head_dim - outliers, 0)
     return (inliers, Sketch(outlier_rows, outliers, rows)) if outliers else (inliers,)
 
@@ -145,7 +133,7 @@ class QJLCodec(LinearCodec):
     @classmethod
     def layout(cls, options: QJLOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         if side == "values":
-            raise ValueError("qjl for values: allowed for keys only (it estimates products with queries)")
+            raise ValueError("qjl for values: it estimates products with queries, so only keys can use it")
         fields: tuple[Field, ...] = ()
         for sketch, prefix in zip(sketches(options, head_dim), ("", "outlier_"), strict=False):
             fields += (*code_fields(1, sketch.rows, prefix), Field(f"{prefix}scale", torch.float16))
@@ -181,6 +169,7 @@ class QJLCodec(LinearCodec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x, basis = self.equalize(x, self.statistics), self.own_basis()
+        quantize_on = getattr(self.native, "quantize_levels", quantize)
         fields: Fields = ()
         for index, sketch in enumerate(self.sketches):
             sketched = x @ basis[:, sketch.span].mT
@@ -191,7 +180,7 @@ class QJLCodec(LinearCodec):
                 signs = (sketched > 0).float() * 2 - 1
                 point = signs @ basis[:, sketch.span]
                 stored = norm / point.norm(dim=-1).clamp_min(1e-30)
-            fields += quantize_on(self.native, sketched, stored, self._levels, 1, "norm")
+            fields += quantize_on(sketched, stored, self._levels, 1, "norm")
         return fields
 
     def parts(self, fields: Fields) -> Iterator[Part]:

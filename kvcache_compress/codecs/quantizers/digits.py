@@ -70,7 +70,7 @@ def digit_counts(bits: float, head_dim: int) -> DigitCounts:
     total = round(bits * head_dim)
     if total % 8 or abs(total - bits * head_dim) > 1e-3:
         raise ValueError(
-            f"bits={bits:g} for spectral: allowed multiples of {8 / head_dim:g} for a head dimension of {head_dim}"
+            f"bits={bits:g} for spectral must be a multiple of {8 / head_dim:g} for a head dimension of {head_dim}"
         )
     twos = max(0, total - head_dim) // 16 * 8
     return DigitCounts(twos, total - 2 * twos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -40,14 +40,6 @@ class Component:
     @property
     def rows(self) -> slice:
         return slice(self.start, self.start + self.width)
-
-
-def quantize_on(
-    native: Any, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
-) -> Fields:
-    """Quantize with the back end's own function (`Codec.native`), if it has one."""
-    found: Fields = getattr(native, "quantize_levels", quantize)(z, norm, levels, bits, scalar)
-    return found
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

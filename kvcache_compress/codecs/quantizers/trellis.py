@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from functools import reduce
 from operator import xor
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -68,14 +68,6 @@ def level_indices(codes: torch.Tensor) -> torch.Tensor:
 def look_up(planes: tuple[torch.Tensor, ...], bits: int, levels: torch.Tensor) -> torch.Tensor:
     """Levels of packed codes: float32 `[..., width]`, in memory order."""
     return levels[level_indices(packing.memory_order(packing.unpack(planes, bits)))]
-
-
-def quantize_on(
-    native: Any, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
-) -> Fields:
-    """Quantize with the back end's own function (`Codec.native`), if it has one."""
-    found: Fields = getattr(native, "quantize_trellis", quantize)(z, norm, levels, bits, scalar)
-    return found
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

@@ -45,4 +45,4 @@ def large_mean(mean: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
 def check_center(method: str, center: Center | None, side: Side) -> None:
     """Raise `ValueError` for centred values; only keys can be centred."""
     if side == "values" and center in ("on", "auto"):
-        raise ValueError(f"center={center!r} for values of {method}: allowed 'off' (only keys can be centred)")
+        raise ValueError(f"center={center!r} for values of {method} must be 'off': only keys can be centred")

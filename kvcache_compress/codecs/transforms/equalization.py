@@ -81,7 +81,7 @@ def _warn_of_queries() -> None:
 def check_equalize(method: str, equalize: Equalize | None, side: Side) -> None:
     """Raise `ValueError` for equalized values; only keys can be equalized."""
     if side == "values" and equalize == "auto":
-        raise ValueError(f"equalize={equalize!r} for values of {method}: allowed 'off' (only keys can be equalized)")
+        raise ValueError(f"equalize={equalize!r} for values of {method} must be 'off': only keys can be equalized")
 
 
 def channel_rms(x: torch.Tensor) -> torch.Tensor:

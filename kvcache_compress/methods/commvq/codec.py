@@ -10,10 +10,10 @@ codebooks come from a file that calibration writes (`codebook_file.py`).
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
-from pydantic import field_validator
+from pydantic import Field as Limits
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
@@ -55,16 +55,9 @@ class CommVQOptions(MethodOptions):
     """
 
     codebooks: str | None = None
-    bits: float | None = None
+    bits: Annotated[float, Limits(ge=0.25, le=6)] | None = None
     scalar: Scalar | None = None
     any_model: bool = False
-
-    @field_validator("bits")
-    @classmethod
-    def _check_bits(cls, bits: float | None) -> float | None:
-        if bits is not None and not 0.25 <= bits <= 6:
-            raise ValueError(f"bits={bits:g} for commvq: allowed 0.25–6")
-        return bits
 
 
 @register_method

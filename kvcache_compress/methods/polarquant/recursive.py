@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field as Limits
 from pydantic import field_validator
 
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
@@ -58,8 +59,8 @@ class PolarQuantRecursiveOptions(MethodOptions):
         equalize: `auto` divides outlier channels of keys by a factor before the rotation, if sinks stay dense.
     """
 
-    levels: int | None = None
-    bits: AnyTuple[int] = (4, 3, 2)
+    levels: Annotated[int, Limits(ge=1)] | None = None
+    bits: Annotated[AnyTuple[Annotated[int, Limits(ge=1, le=6)]], Limits(min_length=1)] = (4, 3, 2)
     radius_bits: Literal[8, 16] = 8
     precondition: bool = True
     rotation: RotationKind = "haar"
@@ -73,20 +74,6 @@ class PolarQuantRecursiveOptions(MethodOptions):
     @classmethod
     def _one_for_all(cls, bits: Any) -> Any:
         return bits if isinstance(bits, (list, tuple)) else (bits,)
-
-    @field_validator("bits")
-    @classmethod
-    def _check_bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
-        if not bits or not all(1 <= width <= 6 for width in bits):
-            raise ValueError(f"bits={list(bits)} for polarquant_recursive: allowed 1–6 for each level")
-        return bits
-
-    @field_validator("levels")
-    @classmethod
-    def _check_levels(cls, levels: int | None) -> int | None:
-        if levels is not None and levels < 1:
-            raise ValueError(f"levels={levels} for polarquant_recursive: allowed 1 and more")
-        return levels
 
     def idle(self) -> dict[str, str]:
         return {} if self.precondition else dict.fromkeys(("rotation", "shared_rotation"), "precondition: true")
@@ -102,11 +89,11 @@ class PolarQuantRecursiveOptions(MethodOptions):
         levels = most if self.levels is None else self.levels
         if levels > most:
             raise ValueError(
-                f"levels={levels} for polarquant_recursive: allowed 1–{most}, as often as {head_dim} can be halved"
+                f"levels={levels} for polarquant_recursive must be at most {most}: so often can {head_dim} be halved"
             )
         if len(self.bits) > levels:
             raise ValueError(
-                f"bits={list(self.bits)} for polarquant_recursive: allowed one for each of {levels} levels"
+                f"bits={list(self.bits)} for polarquant_recursive must have at most {levels} numbers, one per level"
             )
         return self.bits + self.bits[-1:] * (levels - len(self.bits))
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import Field as Limits
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
@@ -46,29 +46,15 @@ class PolarQuantRopeOptions(MethodOptions):
         center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
     """
 
-    angle_bits: int = 4
-    radius_bits: int = 4
+    angle_bits: Annotated[int, Limits(ge=2, le=6)] = 4
+    radius_bits: Annotated[int, Limits(ge=2, le=6)] = 4
     radius_scale: Literal["channel", "group"] = "group"
-    group_size: int = 64
+    group_size: Literal[32, 64, 128] = 64
     reconstruction: Literal["midpoint", "edge"] = "midpoint"
     score_function: Literal["direct", "table"] = "direct"
     pairing: Literal["auto", "half", "interleaved"] = "auto"
     scalar: Literal["none", "match"] = "none"
     center: Center = "auto"
-
-    @field_validator("angle_bits", "radius_bits")
-    @classmethod
-    def _check_bits(cls, bits: int, info: Any) -> int:
-        if not 2 <= bits <= 6:
-            raise ValueError(f"{info.field_name}={bits} for polarquant_rope: allowed 2–6")
-        return bits
-
-    @field_validator("group_size")
-    @classmethod
-    def _check_group(cls, group_size: int) -> int:
-        if group_size not in (32, 64, 128):
-            raise ValueError(f"group_size={group_size} for polarquant_rope: allowed 32, 64, 128")
-        return group_size
 
     def idle(self) -> dict[str, str]:
         return {"group_size": "radius_scale 'group'"} if self.radius_scale == "channel" else {}
@@ -105,7 +91,9 @@ class PolarQuantRopeCodec(LinearCodec):
     @classmethod
     def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         if side == "values":
-            raise ValueError("polarquant_rope for values: allowed for keys only (values have no rotary pairs)")
+            raise ValueError(
+                "polarquant_rope for values: only keys have rotary pairs; choose another method for values"
+            )
         check_head_dim(cls.name, head_dim, 2 * CODES_PER_WORD, 2 * CODES_PER_WORD)
         pairs = head_dim // 2
         fields = (
@@ -245,5 +233,7 @@ def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLa
     if options.pairing == "half":
         return RopeLayout(tuple(range(dim)), half, tuple(range(half)))
     if context.rope is None:
-        raise ValueError("pairing='auto' for polarquant_rope: allowed for models whose rotary pairs are known")
+        raise ValueError(
+            "pairing='auto' for polarquant_rope: this model's rotary pairs are unknown; set half or interleaved"
+        )
     return context.rope

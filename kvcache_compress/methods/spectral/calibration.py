@@ -41,13 +41,13 @@ class SpectralSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        least = SINKS + RECENT + 2 * self.group
         if self.group not in GROUPS:
-            raise ValueError(f"group={self.group} for spectral: allowed {', '.join(map(str, GROUPS))}")
-        if self.context < SINKS + RECENT + 2 * self.group:
-            least = SINKS + RECENT + 2 * self.group
-            raise ValueError(f"context={self.context} for spectral: allowed at least {least}")
+            raise ValueError(f"group={self.group} for spectral must be one of {', '.join(map(str, GROUPS))}")
+        if self.context < least:
+            raise ValueError(f"context={self.context} for spectral must be at least {least}")
         if self.tokens < 2 * self.context:
-            raise ValueError(f"tokens={self.tokens} for spectral: allowed at least two windows of {self.context}")
+            raise ValueError(f"tokens={self.tokens} for spectral must make at least two windows of {self.context}")
 
 
 def calibrated_layers(config: PreTrainedConfig) -> list[int]:
@@ -143,8 +143,8 @@ class _Run:
         with observed_attention(self.model, observer) as observable:
             if not observable:
                 raise ValueError(
-                    f"the attention of {self.config.model_type} cannot be observed: allowed are implementations that "
-                    "Transformers looks up by name, such as sdpa"
+                    f"the attention of {self.config.model_type} cannot be observed; load the model with an "
+                    "implementation that Transformers looks up by name, such as sdpa"
                 )
             for index, window in enumerate(windows):
                 self.report(doing, index, len(windows))

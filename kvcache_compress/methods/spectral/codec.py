@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, field_validator
+from pydantic import BeforeValidator
+from pydantic import Field as Limits
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import (
@@ -33,6 +34,8 @@ from kvcache_compress.codecs.quantizers.digits import (
     MOST_BITS,
     SEARCHED,
     DigitCodes,
+    DigitCounts,
+    allocate_bits,
     digit_codes,
     digit_counts,
     quantize,
@@ -47,7 +50,7 @@ from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import prompt_statistics
-from .statistics_file import GROUPS, RANK, check_model, load_layer, read_statistics
+from .statistics_file import RANK, check_model, load_layer, read_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,24 +75,10 @@ class SpectralOptions(MethodOptions):
         group: tokens per anchor with `prefill`: 32, 64 (default) or 128; a file has its own.
     """
 
-    bits: float = 2.0
+    bits: Annotated[float, Limits(ge=0.5, le=MOST_BITS)] = 2.0
     statistics: Annotated[str, BeforeValidator(lambda given: PREFILL if given is None else given)] = PREFILL
     any_model: bool = False
-    group: int | None = None
-
-    @field_validator("bits")
-    @classmethod
-    def _check_bits(cls, bits: float) -> float:
-        if not 0.5 <= bits <= MOST_BITS:
-            raise ValueError(f"bits={bits:g} for spectral: allowed 0.5–{MOST_BITS}")
-        return bits
-
-    @field_validator("group")
-    @classmethod
-    def _check_group(cls, group: int | None) -> int | None:
-        if group is not None and group not in GROUPS:
-            raise ValueError(f"group={group} for spectral: allowed {', '.join(map(str, GROUPS))}")
-        return group
+    group: Literal[32, 64, 128] | None = None
 
     def idle(self) -> dict[str, str]:
         return (
@@ -125,11 +114,11 @@ class SpectralCodec(LinearCodec):
 
     def _build(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set everything that depends on a layer's tensors; `statistics_file.py` lists them."""
-        digits = digit_codes(tensors["deviation"], self.counts)
-        self._use(_coded(tensors, digits), digits)
+        self._use(_coded(tensors, self.counts))
 
-    def _use(self, tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> None:
-        self.digits, self.deviation = digits, tensors["deviation"]
+    def _use(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.deviation = tensors["deviation"]
+        self.digits = digit_codes(self.deviation, self.counts)
         self.means, self.places = tensors["means"], tensors["places"]
         self.encode_basis = tensors["encoding"]
         """Maps x to its channels, float32 `[H, D, D]`; zero for channels without bits."""
@@ -139,33 +128,28 @@ class SpectralCodec(LinearCodec):
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
         """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
-        return self._measured(Prompt(x[:, :, :0], x, 0), None, quiet=True)[0] if _file(self.options) is None else {}
+        return self._measured(Prompt(x[:, :, :0], x, 0), None, quiet=True) if _file(self.options) is None else {}
 
     def observe(self, prompt: Prompt) -> None:
         rope, anchors = None, self._anchors(prompt.rope)
         if self.context.rope is not None and anchors is not None:
             assert prompt.offsets is not None
             rope = GroupRope(self.context.rope, anchors, unit_rotations(prompt.offsets))
-        self._set(*self._measured(prompt, rope))
+        self.set_statistics(self._measured(prompt, rope))
 
-    def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> tuple[Statistics, DigitCodes]:
+    def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> Statistics:
         costs = getattr(self.native, "attention_costs", attention_costs)
-        tensors = prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet)
-        digits = digit_codes(tensors["deviation"], self.counts)
-        return _coded(tensors, digits), digits
+        return _coded(prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet), self.counts)
 
     def set_statistics(self, statistics: Statistics) -> None:
         if _file(self.options) is None:
-            self._set(statistics, digit_codes(statistics["deviation"], self.counts))
-
-    def _set(self, statistics: Statistics, digits: DigitCodes) -> None:
-        super().set_statistics(statistics)
-        self._use(statistics, digits)
+            super().set_statistics(statistics)
+            self._use(statistics)
 
     @classmethod
     def layout(cls, options: SpectralOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         if side == "values":
-            raise ValueError("spectral for values: allowed for keys; values have nothing to gain from it")
+            raise ValueError("spectral for values: values gain nothing from it; choose another method for them")
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
         file = _file(options)
         group = options.group or GROUP if file is None else file.header["group"]
@@ -310,11 +294,12 @@ class SpectralCodec(LinearCodec):
         return spectral_encoder(self.context, self.group, digits, *keys, self.means, self.places)
 
 
-def _coded(tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> Statistics:
+def _coded(tensors: Mapping[str, torch.Tensor], counts: DigitCounts) -> Statistics:
     """A layer's tensors as the codec uses them: a basis, zero for channels without bits, and its scaled inverse."""
+    has_bits = allocate_bits(tensors["deviation"], counts) > 0
     mantissa, exponent = torch.frexp(tensors["inverse"] * tensors["deviation"][..., None])
     return {
-        "encoding": torch.where(digits.kind[:, None] > 0, tensors["basis"], 0.0),
+        "encoding": torch.where(has_bits[:, None], tensors["basis"], 0.0),
         "directions": torch.ldexp((mantissa * 2**11).round() / 2**11, exponent).contiguous(),
         **{name: tensors[name] for name in ("deviation", "means", "places")},
     }

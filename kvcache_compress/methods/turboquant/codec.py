@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
-from pydantic import field_validator, model_validator
+from pydantic import Field as Limits
+from pydantic import model_validator
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.quantizers import trellis
-from kvcache_compress.codecs.quantizers.scalar import Scalar, quantize_on
+from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center, check_center
 from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
@@ -54,7 +55,7 @@ class TurboQuantOptions(MethodOptions):
         sketch: sketch of `prod`: `orthogonal` or `gaussian`.
     """
 
-    bits: float = 4
+    bits: Annotated[float, Limits(ge=1, le=6, multiple_of=0.5)] = 4
     estimator: Estimator = "mse"
     scalar: Scalar | None = None
     rotation: RotationKind = "haar"
@@ -62,33 +63,15 @@ class TurboQuantOptions(MethodOptions):
     codebook: Codebook | None = None
     center: Center | None = None
     equalize: Equalize | None = None
-    outlier_fraction: float = 0.5
+    outlier_fraction: Annotated[float, Limits(gt=0, lt=1)] = 0.5
     sketch: SketchKind = "orthogonal"
 
-    @field_validator("bits")
-    @classmethod
-    def _check_bits(cls, bits: float) -> float:
-        if not 1 <= bits <= 6 or (2 * bits) % 1:
-            raise ValueError(f"bits={bits:g} for turboquant: allowed 1–6, in steps of 0.5")
-        return bits
-
-    @field_validator("outlier_fraction")
-    @classmethod
-    def _check_fraction(cls, fraction: float) -> float:
-        if not 0 < fraction < 1:
-            raise ValueError(f"outlier_fraction={fraction:g} for turboquant: allowed between 0 and 1, exclusive")
-        return fraction
-
     @model_validator(mode="after")
-    def _check_scalar(self) -> TurboQuantOptions:
+    def _check_estimator(self) -> TurboQuantOptions:
         if self.estimator == "prod" and self.scalar not in (None, "norm"):
-            raise ValueError(f"scalar={self.scalar!r} for turboquant with estimator 'prod': allowed 'norm'")
-        return self
-
-    @model_validator(mode="after")
-    def _check_codebook(self) -> TurboQuantOptions:
-        if self.codebook == "trellis" and self.estimator == "prod":
-            raise ValueError("codebook='trellis' for turboquant with estimator 'prod': allowed 'lloyd_max', 'uniform'")
+            raise ValueError(f"scalar={self.scalar!r} for turboquant must be 'norm' with estimator 'prod'")
+        if self.estimator == "prod" and self.codebook == "trellis":
+            raise ValueError("codebook='trellis' for turboquant must be 'lloyd_max' or 'uniform' with estimator 'prod'")
         return self
 
     def idle(self) -> dict[str, str]:
@@ -202,15 +185,19 @@ class TurboQuantCodec(LinearCodec):
                 if component.sketch:
                     length = residual.norm(dim=-1) * norm * sketch_constant(self.options.sketch, component.width)
                     sketched = residual @ self._sketches[index].mT
-                    fields += quantize_on(self.native, sketched, length, component.levels, component.bits, "norm")
+                    fields += self._quantized(component, sketched, length, "norm")
                 else:
-                    quantized = trellis.quantize_on if component.trellis else quantize_on
-                    part = quantized(self.native, direction, norm, component.levels, component.bits, self.scalar)
+                    part = self._quantized(component, direction, norm, self.scalar)
                     fields += part
                     if self._sketches:
                         point = packing.look_up(part[:-1], component.bits, component.table)
                         residual = direction - packing.channel_order(point)
         return fields
+
+    def _quantized(self, component: Component, z: torch.Tensor, norm: torch.Tensor, scalar: Scalar) -> Fields:
+        name, function = ("quantize_trellis", trellis.quantize) if component.trellis else ("quantize_levels", quantize)
+        found: Fields = getattr(self.native, name, function)(z, norm, component.levels, component.bits, scalar)
+        return found
 
     def parts(self, fields: Fields) -> Iterator[Part]:
         at = 0

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from kvcache_compress.cache.by_method import PolarQuantCache
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.config import load_config
@@ -183,21 +181,18 @@ def test_8_bit_radii(make_codec: Make, scale: float) -> None:
 @pytest.mark.parametrize(
     ("dim", "options", "message"),
     [
-        (64, {"bits": 7}, r"bits=\[7\] for polarquant_recursive: allowed 1–6"),
-        (64, {"levels": 0}, "levels=0 for polarquant_recursive"),
-        (80, {"levels": 5}, "levels=5 for polarquant_recursive: allowed 1–4"),
-        (64, {"levels": 2, "bits": (4, 3, 2)}, r"bits=\[4, 3, 2\].*each of 2 levels"),
-        (72, {}, "head_dim=72 for polarquant_recursive"),
-        (16, {}, "head_dim=16 for polarquant_recursive"),
+        (64, {"bits": 7}, r"bits\.0\n.*input_value=7"),
+        (64, {"levels": 0}, r"levels\n.*input_value=0"),
+        (80, {"levels": 5}, "levels=5 "),
+        (64, {"levels": 2, "bits": (4, 3, 2)}, r"bits=\[4, 3, 2\] "),
+        (72, {}, "head_dim=72 "),
+        (16, {}, "head_dim=16 "),
     ],
 )
 def test_errors(make_codec: Make, dim: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_codec(NAME, dim, **options)
-
-
-def test_values_are_not_centred(make_codec: Make) -> None:
-    with pytest.raises(ValueError, match="only keys can be centred"):
+    with pytest.raises(ValueError, match="center='on' "):
         make_codec(NAME, 64, "values", center="on")
 
 
@@ -207,23 +202,3 @@ def test_presets() -> None:
         for side in (config.keys, config.values):
             assert 8 * bytes_per_token(side.codec().layout(side.options(), "values", 128)) / 128 == bits
         assert config.quantize_generated is ("paper" not in name)
-
-
-@pytest.mark.parametrize(
-    ("variant", "given", "center"), [("recursive", "on", "on"), ("recursive", True, "on"), ("rope", "off", "off")]
-)
-def test_centring_is_for_keys(variant: Any, given: Any, center: str) -> None:
-    cache = PolarQuantCache(LlamaConfig(num_hidden_layers=2, head_dim=64), variant, center=given)
-    assert cache.compression.keys.options().center == center
-    assert getattr(cache.compression.values.options(), "center", None) is None
-
-
-def test_cache_class() -> None:
-    model = LlamaConfig(num_hidden_layers=2, head_dim=64)
-    cache = PolarQuantCache(model, bits=[4, 2], seed=3)
-    assert cache.compression.values.options().bits == (4, 2)
-    assert (cache.compression.seed, cache.compression.sink_tokens, cache.compression.recent_tokens) == (3, 16, 64)
-    mixed = PolarQuantCache(model, values={"method": "kivi", "bits": 2})
-    assert (mixed.compression.keys.method, mixed.compression.values.method) == (NAME, "kivi")
-    with pytest.raises(ValueError, match="variant='polar'"):
-        PolarQuantCache(model, variant="polar")  # type: ignore[arg-type]

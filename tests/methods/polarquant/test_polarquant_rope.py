@@ -212,23 +212,14 @@ def test_zero_and_huge_keys(make_codec: Make, scale: str) -> None:
         assert codec.decode(codec.encode(x)).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"angle_bits": 7}, "angle_bits=7 for polarquant_rope: allowed 2–6"),
-        ({"radius_bits": 1}, "radius_bits=1 for polarquant_rope: allowed 2–6"),
-        ({"group_size": 16}, "group_size=16 for polarquant_rope: allowed 32, 64, 128"),
-    ],
-)
-def test_refused(make_codec: Make, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"angle_bits": 7}, {"radius_bits": 1}, {"group_size": 16}])
+def test_refused(make_codec: Make, options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"{name}\n.*input_value={value}"):
         make_codec(NAME, 64, **options)
-
-
-def test_refused_sides_and_sizes(make_codec: Make) -> None:
-    with pytest.raises(ValueError, match="polarquant_rope for values: allowed for keys only"):
+    with pytest.raises(ValueError, match="polarquant_rope for values"):
         make_codec(NAME, 64, "values")
-    with pytest.raises(ValueError, match="head_dim=72 for polarquant_rope: allowed multiples of 16"):
+    with pytest.raises(ValueError, match="head_dim=72 "):
         make_codec(NAME, 72)
 
 

@@ -43,13 +43,16 @@ MOST_ROUNDS = 256
 class CommVQSettings:
     """Settings of a calibration: size of the codes, amount of text, length of training.
 
-    bits: code bits per number, 1 or 2, which set the rounds unless `key_rounds` and `value_rounds` do.
-    tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
-    values: `residual` codebooks, which are not in the paper, or its `encoder`.
-    key_rounds, value_rounds: residual rounds of each side.
-    centres: centres N of a codebook, a power of two up to 64; two indices for keys, one for values name a round's code.
-    groups: groups G of each head, with codes and codebooks of their own; by default one for up to 128 channels.
-    seed: seed of samples and starting points.
+    Attributes:
+        bits: code bits per number, 1 or 2. They set the rounds unless `key_rounds` and `value_rounds` do.
+        tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
+        context: tokens per window.
+        values: `residual` codebooks (ours), or the paper's `encoder`.
+        key_rounds, value_rounds: residual rounds of each side.
+        centres: centres N of a codebook, a power of two up to 64. A round stores two indices for keys, one for values.
+        groups: groups G of each head, with codes and codebooks of their own; by default one for up to 128 channels.
+        seed: seed of samples and starting points.
+        schedule, encoder: steps of the training of residual codebooks, and of the encoder.
     """
 
     bits: int = 2
@@ -65,24 +68,20 @@ class CommVQSettings:
     encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2):
-            raise ValueError(f"bits={self.bits} for commvq: allowed 1, 2")
-        if self.values not in ("residual", "encoder"):
-            raise ValueError(f"values={self.values!r} for commvq: allowed 'residual', 'encoder'")
-        if self.centres not in ALLOWED_CENTRES["keys"]:
-            raise ValueError(
-                f"centres={self.centres} for commvq: allowed {', '.join(map(str, ALLOWED_CENTRES['keys']))}"
-            )
-        if self.groups is not None and self.groups < 1:
-            raise ValueError(f"groups={self.groups} for commvq: allowed at least 1")
-        if self.context < 2:
-            raise ValueError(f"context={self.context} for commvq: allowed at least 2")
-        if self.tokens < 2 * self.context:
-            raise ValueError(f"tokens={self.tokens} for commvq: allowed at least two windows of {self.context}")
-        for name in ("key_rounds", "value_rounds"):
-            rounds = getattr(self, name)
-            if rounds is not None and not 1 <= rounds <= MOST_ROUNDS:
-                raise ValueError(f"{name}={rounds} for commvq: allowed 1 to {MOST_ROUNDS}")
+        centres = ALLOWED_CENTRES["keys"]
+        rounds = range(1, MOST_ROUNDS + 1)
+        for name, fits, must in (
+            ("bits", self.bits in (1, 2), "be 1 or 2"),
+            ("values", self.values in ("residual", "encoder"), "be 'residual' or 'encoder'"),
+            ("centres", self.centres in centres, f"be one of {', '.join(map(str, centres))}"),
+            ("groups", self.groups is None or self.groups >= 1, "be at least 1"),
+            ("context", self.context >= 2, "be at least 2"),
+            ("tokens", self.tokens >= 2 * self.context, f"make at least two windows of {self.context}"),
+            ("key_rounds", self.key_rounds in (None, *rounds), f"be between 1 and {MOST_ROUNDS}"),
+            ("value_rounds", self.value_rounds in (None, *rounds), f"be between 1 and {MOST_ROUNDS}"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)!r} for commvq must {must}")
 
     @classmethod
     def quick(cls, **changes: Any) -> CommVQSettings:
@@ -98,8 +97,8 @@ class CommVQSettings:
         """
         groups = self.groups or group_count(head_dim)
         if head_dim % (2 * groups):
-            allowed = ", ".join(str(n) for n in range(1, head_dim // 2 + 1) if head_dim % (2 * n) == 0)
-            raise ValueError(f"groups={groups} for commvq: heads of {head_dim} numbers allow {allowed}")
+            fitting = ", ".join(str(n) for n in range(1, head_dim // 2 + 1) if head_dim % (2 * n) == 0)
+            raise ValueError(f"groups={groups} for commvq must be one of {fitting} for heads of {head_dim} numbers")
         return groups
 
     def rounds(self, side: Side, head_dim: int) -> int:
@@ -117,7 +116,7 @@ class CommVQSettings:
         if rounds > MOST_ROUNDS or abs(rounds * each - self.bits) > self.bits / 4:
             raise ValueError(
                 f"bits={self.bits} for commvq: with {groups} groups of {self.centres} centres a round of {side} takes "
-                f"{each:.3g} bits per number, and up to {MOST_ROUNDS} rounds are allowed"
+                f"{each:.3g} bits per number, and there can be at most {MOST_ROUNDS}; change groups or centres"
             )
         return rounds
 

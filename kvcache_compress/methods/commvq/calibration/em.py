@@ -20,9 +20,9 @@ Vectors are `[B, n, d]`: B heads train at once. Complex vectors have real and im
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -60,34 +60,11 @@ class Schedule:
         return self.hottest * (self.coldest / self.hottest) ** (step / max(1, self.soft_steps - 1))
 
 
-class Form(ABC):
-    """Operations of the training loop for one kind of code; codes are `[B, n]`, centres `[B, N, d]`."""
+class RealForm:
+    """Real form: points `c[a]`, codes `a`. Both forms have these methods; codes are `[B, n]`, centres `[B, N, d]`."""
 
-    @abstractmethod
     def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """E-step: codes of the nearest points, and the summed squared distance `[B]`."""
-
-    @abstractmethod
-    def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        """Decode codes to points `[B, n, d]`."""
-
-    @abstractmethod
-    def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        """M-step for hard codes: new centres."""
-
-    @abstractmethod
-    def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Soft E-step at `temperature` `[B]` (in squared distances) and M-step for its weights: new centres."""
-
-    @abstractmethod
-    def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
-        """Number of uses of each centre, `[B, N]`."""
-
-
-class RealForm(Form):
-    """Real form: points `c[a]`, codes `a`."""
-
-    def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, loss = [], x.square().sum((-1, -2))
         for block in x.split(_BLOCK, 1):
             least, code = _real_costs(block, centres).min(-1)
@@ -96,16 +73,20 @@ class RealForm(Form):
         return torch.cat(codes, 1), loss
 
     def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        """Decode codes to points `[B, n, d]`."""
         return _rows(centres, codes)
 
     def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        """M-step for hard codes: new centres."""
         return self._solve(self.uses(codes, centres.shape[1]), _sums(x, codes, centres.shape[1]), centres)
 
     def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Soft E-step at `temperature` `[B]` (in squared distances) and M-step for its weights: new centres."""
         weights = (_real_costs(x, centres) / -temperature[:, None, None]).softmax(-1)
         return self._solve(weights.sum(1), weights.mT @ x, centres)
 
     def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
+        """Number of uses of each centre, `[B, N]`."""
         return _count(codes, centres)
 
     @staticmethod
@@ -114,7 +95,7 @@ class RealForm(Form):
         return (sums + pull[..., None] * centres) / (counts + pull)[..., None]
 
 
-class ComplexForm(Form):
+class ComplexForm:
     """Complex form: points `c[a] + i c[b]`, codes `a * N + b`."""
 
     def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +145,9 @@ class ComplexForm(Form):
         right = _by_pairs(by_a - _turned(by_b) + pull[..., None] * centres).double().contiguous()
         solved = torch.linalg.solve(matrix, torch.view_as_complex(right))
         return torch.view_as_real(solved).flatten(-2).to(centres.dtype)
+
+
+Form: TypeAlias = RealForm | ComplexForm
 
 
 @torch.inference_mode()
