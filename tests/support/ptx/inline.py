@@ -13,10 +13,9 @@ import numpy.typing as npt
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from .program import split
+from .program import split, vector
 from .races import WARP
 from .scalar import operation
-from .translate import vector
 from .warp import shuffle
 
 Register = npt.NDArray[np.uint32]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from .memory import FaultError, GlobalMemory, LocalMemory, SharedMemory
-from .program import BARRIERS, Program
+from .memory import FaultError, GenericMemory, GlobalMemory, LocalMemory, SharedMemory
+from .program import BARRIERS, Instruction, Program
 from .races import WARP, Clock
 from .scalar import UNSIGNED, Array
 from .tensor_memory import Mbarriers, TensorMemory
@@ -54,6 +54,7 @@ class Machine:
         self.memory = GlobalMemory(self, storages, global_granule)
         self.shared = SharedMemory(self, shared_bytes, shared_granule)
         self.local = LocalMemory(self.threads, program.local_bytes)
+        self.generic = GenericMemory(self)
         self.warpgroups = Warpgroups(self)
         self.tensor_memory, self.mbarriers = TensorMemory(self), Mbarriers(self)
         self.stalled = np.zeros(self.threads, bool)
@@ -108,11 +109,10 @@ class Machine:
             words = np.full(self.threads, words)
         self.registers[register] = words
 
-    def whole_warps(self, mask: Mask, number: int) -> None:
+    def whole_warps(self, mask: Mask, instruction: Instruction) -> None:
         """Check that no warp runs an instruction in part that all its threads must run."""
-        if mask is not None:
-            running = mask.reshape(-1, WARP).sum(1)
-            self.find("part of a warp runs what all its threads must", np.sum((running > 0) & (running < WARP)), number)
+        if mask is not None and (mask.reshape(-1, WARP).any(1) != mask.reshape(-1, WARP).all(1)).any():
+            raise FaultError(f"part of a warp runs what all its threads must, {instruction}")
 
     def barrier(self, mask: Mask, number: int) -> None:
         alive = (self.at != DONE).reshape(self.programs, -1)
@@ -125,8 +125,8 @@ class Machine:
         products = self.clock.products.reshape(self.programs, -1)
         products[some] = products[some].max(1, keepdims=True)
 
-    def warp_barrier(self, mask: Mask, number: int) -> None:
-        self.whole_warps(mask, number)
+    def warp_barrier(self, mask: Mask, instruction: Instruction) -> None:
+        self.whole_warps(mask, instruction)
         self.clock.warp[self.active(mask)] += 1
 
     def _next(self) -> tuple[int, Array]:

@@ -118,12 +118,12 @@ class GlobalMemory:
             self.machine.meter.sectors(number, addresses, size, threads)
         return at
 
-    def load(self, addresses: Array, size: int, count: int, threads: Array, number: int) -> list[Array]:
+    def load(self, threads: Array, addresses: Array, size: int, count: int, number: int) -> list[Array]:
         at = self._read(addresses, size * count, threads, number)
         words = self.data.view(UNSIGNED[size])
         return [words[at // size + i] for i in range(count)]
 
-    def store(self, addresses: Array, size: int, values: list[Array], threads: Array, number: int) -> None:
+    def store(self, threads: Array, addresses: Array, values: list[Array], size: int, number: int) -> None:
         at = self.locate(addresses, size * len(values), number)
         self.machine.find_all(self.accesses.write(at, size * len(values), threads), number)
         if self.machine.meter:
@@ -170,7 +170,7 @@ class SharedMemory:
             raise FaultError(f"access {kind}: {size} bytes at {at.max()} of {self.limit}, {instruction}")
         return at + threads // self.machine.program.threads * self.size
 
-    def load(self, addresses: Array, size: int, count: int, threads: Array, number: int) -> list[Array]:
+    def load(self, threads: Array, addresses: Array, size: int, count: int, number: int) -> list[Array]:
         at = self.locate(addresses, size * count, threads, number)
         self.machine.find_all(self.accesses.read(at, size * count, threads), number)
         if self.machine.meter:
@@ -183,7 +183,7 @@ class SharedMemory:
         self.machine.find("uninitialised shared memory is read", np.sum(~self.written[places]), number)
         self.machine.find("a copy is read before it was waited for", np.sum(self.pending[places]), number)
 
-    def store(self, addresses: Array, size: int, values: list[Array], threads: Array, number: int) -> None:
+    def store(self, threads: Array, addresses: Array, values: list[Array], size: int, number: int) -> None:
         at = self.locate(addresses, size * len(values), threads, number)
         if self.machine.meter:
             self.machine.meter.wavefronts(number, addresses, size * len(values), threads)
@@ -200,7 +200,7 @@ class SharedMemory:
         self.fences_at_write[places] = self.fences[threads][:, None]
         return places
 
-    def copy(self, to: Array, source: Array, size: int, given: Array, threads: Array, number: int) -> None:
+    def copy(self, threads: Array, to: Array, source: Array, given: Array, size: int, number: int) -> None:
         """`cp.async`: `given` bytes from global memory, then zeros up to `size`."""
         data = np.zeros((len(threads), size), np.uint8)
         if (source[given > 0] & np.uint64(size - 1)).any():
@@ -215,10 +215,10 @@ class SharedMemory:
         self.data[at[:, None] + np.arange(size)] = data
         self.groups.append((threads, at, size, self.committed[threads]))
 
-    def commit(self, threads: Array) -> None:
+    def commit(self, threads: Array, number: int) -> None:
         self.committed[threads] += 1
 
-    def wait(self, left: int, threads: Array) -> None:
+    def wait(self, threads: Array, left: int, number: int) -> None:
         """Wait until at most `left` of a thread's groups are under way."""
         waiting = np.zeros(self.machine.threads, bool)
         waiting[threads] = True
@@ -234,7 +234,7 @@ class SharedMemory:
                 kept.append((owners[~done], at[~done], size, groups[~done]))
         self.groups = kept
 
-    def fence(self, threads: Array) -> None:
+    def fence(self, threads: Array, number: int) -> None:
         """`fence.proxy.async`: tensor cores see what these threads wrote, and what they saw others write."""
         self.fences[threads] += 1
         self.fenced_at[threads] = self.machine.clock.program[threads]
@@ -270,11 +270,28 @@ class LocalMemory:
     def __init__(self, threads: int, size: int) -> None:
         self.data = np.zeros((threads, max(8, size)), np.uint8)
 
-    def load(self, addresses: Array, size: int, count: int, threads: Array, number: int) -> list[Array]:
+    def load(self, threads: Array, addresses: Array, size: int, count: int, number: int) -> list[Array]:
         at = (addresses & _OFFSET).astype(np.int64)[:, None] + np.arange(size)
         return [self.data[threads[:, None], at + i * size].view(UNSIGNED[size]).reshape(-1) for i in range(count)]
 
-    def store(self, addresses: Array, size: int, values: list[Array], threads: Array, number: int) -> None:
+    def store(self, threads: Array, addresses: Array, values: list[Array], size: int, number: int) -> None:
         at = (addresses & _OFFSET).astype(np.int64)[:, None] + np.arange(size)
         for i, value in enumerate(values):
             self.data[threads[:, None], at + i * size] = np.ascontiguousarray(value).view(np.uint8).reshape(-1, size)
+
+
+class GenericMemory:
+    """What generic addresses name: local memory, or else global memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def _of(self, addresses: Array) -> GlobalMemory | LocalMemory:
+        is_local = (addresses >> np.uint64(SLOT_BITS) == LOCAL >> SLOT_BITS).all()
+        return self.machine.local if is_local else self.machine.memory
+
+    def load(self, threads: Array, addresses: Array, size: int, count: int, number: int) -> list[Array]:
+        return self._of(addresses).load(threads, addresses, size, count, number)
+
+    def store(self, threads: Array, addresses: Array, values: list[Array], size: int, number: int) -> None:
+        self._of(addresses).store(threads, addresses, values, size, number)

@@ -203,3 +203,8 @@ class _Reader:
 def split(operands: str) -> list[str]:
     """Operands between commas outside of brackets."""
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", operands) if part.strip()]
+
+
+def vector(operand: str) -> list[str]:
+    """Registers of an operand in braces, or the only one."""
+    return [part.strip() for part in operand.strip("{}").split(",")]

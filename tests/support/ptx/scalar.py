@@ -304,7 +304,6 @@ def _lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 _COMPARISONS: dict[str, Numbers] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 
 
@@ -353,7 +352,7 @@ def _convert(modifiers: list[str], to: Type, source: Type) -> Operation:
     return Operation(lambda x: x.astype(integer), (source,), to)
 
 
-_ROUNDINGS = {"rpi": np.ceil, "rmi": np.floor, "rni": np.rint, "rzi": np.trunc}
+_ROUNDINGS = {"rpi": np.ceil, "rmi": np.floor, "rzi": np.trunc}
 
 
 def _float(to: Type, numbers: Array) -> Array:

@@ -10,7 +10,7 @@ not checked; a GPU keeps track of these registers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class TensorMemory:
         programs = self._programs(threads[first])
         base = (FIRST + self.used[programs]).astype(np.uint32)
         self.used[programs] += count
-        self.machine.shared.store(at[first], 4, [base], threads[first], number)
+        self.machine.shared.store(threads[first], at[first], [base], 4, number)
 
     def free(self, threads: Array, at: Array, count: int, number: int) -> None:
         first = threads % WARP == 0
@@ -122,9 +122,7 @@ class TensorMemory:
         self.ld.add(threads, cells)
         return list(self.data[cells].T)
 
-    def store(self, threads: Array, at: Array, *given: Any, number: int) -> None:
-        """`tcgen05.st` of the registers that come first in `given`, before shape and split."""
-        *values, shape, split = given
+    def store(self, threads: Array, at: Array, values: list[Array], shape: str, split: int, number: int) -> None:
         cells = self._of_warps(threads, at, shape, split, len(values), number)
         self._overwrite(threads, cells, number)
         self.st.add(threads, cells)

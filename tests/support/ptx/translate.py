@@ -12,8 +12,9 @@ import numpy as np
 
 from . import warp
 from .machine import DONE, Machine, Mask, Step
-from .memory import LOCAL, SLOT_BITS
-from .program import BARRIERS, BRANCHES, Instruction, NotEmulatedError, Program
+from .memory import LOCAL
+from .program import BARRIERS, BRANCHES, Instruction, NotEmulatedError, Program, vector
+from .races import WARP
 from .scalar import B32, B64, PREDICATE, UNSIGNED, Array, Type, as_bits, operation, type_of
 
 Reader = Callable[[Machine], Array]
@@ -56,8 +57,7 @@ class Translator:
         return lambda machine: np.where(guard(machine), target, following)
 
     def _guard(self, instruction: Instruction) -> Reader:
-        assert instruction.guard is not None
-        number = self.program.registers[instruction.guard][0]
+        number = self.program.registers[instruction.guard or ""][0]
         if instruction.negated:
             return lambda machine: ~machine.registers[number]
         return lambda machine: machine.registers[number]
@@ -164,14 +164,11 @@ class Translator:
             return self._scalar(instruction)
         kind = as_bits(type_of(instruction.op.rpartition(".")[2]))
         size = kind.bytes // len(vector(target))
-        writers, read = self.writers(target, Type("b", size)), self.read(source, kind)
-
-        def step(machine: Machine, mask: Mask) -> None:
-            words = np.broadcast_to(read(machine), machine.threads)
-            for i, write in enumerate(writers):
-                write(machine, mask, (words >> UNSIGNED[kind.bytes](8 * size * i)).astype(UNSIGNED[size]))
-
-        return step
+        starts = [UNSIGNED[kind.bytes](8 * size * i) for i in range(len(vector(target)))]
+        return _of_threads(
+            instruction, lambda machine, threads, x, number: [(x >> start).astype(UNSIGNED[size]) for start in starts],
+            [self.read(source, kind)], writers=self.writers(target, Type("b", size)),
+        )  # fmt: skip
 
     def _cvta(self, instruction: Instruction) -> Step:
         if "local" not in instruction.op:
@@ -181,23 +178,12 @@ class Translator:
 
     def _ld(self, instruction: Instruction) -> Step:
         kind = type_of(instruction.op.rpartition(".")[2])
-        target, source = instruction.operands
-        if ".param" in instruction.op:
-            return self._parameter(target, source, kind)
-        writers, address, space = self.writers(target, _loaded(kind)), self.address(source), _space(instruction.op)
-
-        def step(machine: Machine, mask: Mask) -> None:
-            threads = machine.active(mask)
-            if len(threads):
-                at = np.broadcast_to(address(machine), machine.threads)[threads]
-                loaded = space(machine, at).load(at, kind.size, len(writers), threads, instruction.number)
-                for write, words in zip(writers, loaded, strict=True):
-                    write(machine, mask, _loaded(kind).numbers(machine.spread(words, threads)))
-
-        return step
-
-    def _parameter(self, target: str, source: str, kind: Type) -> Step:
-        write, address = self.write(target, kind), self.address(source)
+        target, address = instruction.operands[0], self.address(instruction.operands[1])
+        if ".param" not in instruction.op:
+            writers = self.writers(target, Type("u", kind.size))
+            function = f"{_space(instruction.op)}.load"
+            return _of_threads(instruction, function, [address], kind.size, len(writers), writers=writers)
+        write = self.write(target, kind)
 
         def step(machine: Machine, mask: Mask) -> None:
             at = address(machine).astype(np.int64)[:, None] + np.arange(kind.size)
@@ -208,100 +194,61 @@ class Translator:
     def _st(self, instruction: Instruction) -> Step:
         kind = Type("b", type_of(instruction.op.rpartition(".")[2]).size)
         target, source = instruction.operands
-        readers, address, space = self.readers(source, kind), self.address(target), _space(instruction.op)
-
-        def step(machine: Machine, mask: Mask) -> None:
-            threads = machine.active(mask)
-            if len(threads):
-                at = np.broadcast_to(address(machine), machine.threads)[threads]
-                values = [np.broadcast_to(read(machine), machine.threads)[threads] for read in readers]
-                space(machine, at).store(at, kind.size, values, threads, instruction.number)
-
-        return step
+        operands = [self.address(target), self.readers(source, kind)]
+        return _of_threads(instruction, f"{_space(instruction.op)}.store", operands, kind.size)
 
     def _cp(self, instruction: Instruction) -> Step:
         """`cp.async`, and waiting for it."""
         if "commit_group" in instruction.op:
-            return lambda machine, mask: machine.shared.commit(machine.active(mask))
+            return _of_threads(instruction, "shared.commit", [])
         if "wait_group" in instruction.op:
-            left = int(instruction.operands[0], 0)
-            return lambda machine, mask: machine.shared.wait(left, machine.active(mask))
+            return _of_threads(instruction, "shared.wait", [], int(instruction.operands[0], 0))
         if not instruction.op.startswith(("cp.async.ca.", "cp.async.cg.")):
             raise NotEmulatedError(str(instruction))
         to, source, size, *given = instruction.operands
-        to_address, source_address, bytes_ = self.address(to), self.address(source), int(size, 0)
-        count = self.read(given[0] if given else size, B32)
-
-        def step(machine: Machine, mask: Mask) -> None:
-            threads = machine.active(mask)
-            if len(threads):
-                ends, begins, counts = (
-                    np.broadcast_to(read(machine), machine.threads)[threads]
-                    for read in (to_address, source_address, count)
-                )
-                machine.shared.copy(ends, begins, bytes_, counts, threads, instruction.number)
-
-        return step
+        operands = [self.address(to), self.address(source), self.read(given[0] if given else size, B32)]
+        return _of_threads(instruction, "shared.copy", operands, int(size, 0))
 
     def _shfl(self, instruction: Instruction) -> Step:
         mode = instruction.op.split(".")[2]
         target, *sources = instruction.operands
         if "|" in target or mode not in ("bfly", "idx"):
             raise NotEmulatedError(str(instruction))
-        write, reads = self.write(target, B32), [self.read(source, B32) for source in sources[:3]]
 
-        def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            x, lanes, control = (read(machine) for read in reads)
-            write(machine, mask, warp.shuffle(mode, x, lanes, control, machine.threads))
-
-        return step
+        return _of_threads(
+            instruction,
+            lambda machine, threads, *given, number: [warp.shuffle(mode, *given, len(threads))],
+            [self.read(source, B32) for source in sources[:3]], writers=[self.write(target, B32)],
+        )  # fmt: skip
 
     def _redux(self, instruction: Instruction) -> Step:
         _, _, op, kind = instruction.op.split(".")
-        write, read = self.write(instruction.operands[0], B32), self.read(instruction.operands[1], B32)
+        target, source, _ = instruction.operands
 
-        def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            write(machine, mask, warp.reduce(op, kind, np.broadcast_to(read(machine), machine.threads)))
-
-        return step
+        return _of_threads(
+            instruction, lambda machine, threads, x, number: [warp.reduce(op, kind, x)], [self.read(source, B32)],
+            writers=[self.write(target, B32)],
+        )  # fmt: skip
 
     def _ldmatrix(self, instruction: Instruction) -> Step:
         target, source = instruction.operands
-        writers, address, turned = self.writers(target, B32), self.address(source), ".trans" in instruction.op
-
-        def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            threads = machine.active(mask)
-            tiles = warp.load_tiles(machine, address(machine), len(writers), turned, threads, instruction.number)
-            for write, words in zip(writers, tiles, strict=True):
-                write(machine, mask, words)
-
-        return step
+        writers, turned = self.writers(target, B32), ".trans" in instruction.op
+        return _of_threads(
+            instruction, warp.load_tiles, [self.address(source)], len(writers), turned, writers=writers
+        )  # fmt: skip
 
     def _stmatrix(self, instruction: Instruction) -> Step:
         target, source = instruction.operands
-        readers, address, turned = self.readers(source, B32), self.address(target), ".trans" in instruction.op
-
-        def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            tiles = [np.broadcast_to(read(machine), machine.threads) for read in readers]
-            warp.store_tiles(machine, address(machine), tiles, turned, machine.active(mask), instruction.number)
-
-        return step
+        operands = [self.address(target), self.readers(source, B32)]
+        return _of_threads(instruction, warp.store_tiles, operands, ".trans" in instruction.op)
 
     def _mma(self, instruction: Instruction) -> Step:
         target, *sources = instruction.operands
-        writers, readers = self.writers(target, B32), [self.readers(source, B32) for source in sources]
 
-        def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            operands = (_all(machine, part) for part in readers)
-            for write, words in zip(writers, warp.multiply(instruction.op, *operands), strict=True):
-                write(machine, mask, words)
-
-        return step
+        return _of_threads(
+            instruction, lambda machine, threads, *tiles, number: warp.multiply(instruction.op, *tiles),
+            [self.readers(source, B32) for source in sources], writers=self.writers(target, B32),
+        )  # fmt: skip
 
     def _wgmma(self, instruction: Instruction) -> Step:
         kind = instruction.op.split(".")[1]
@@ -321,10 +268,10 @@ class Translator:
         numbers = [int(option, 0) for option in options]
 
         def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            left = _all(machine, lefts)
+            machine.whole_warps(mask, instruction)
+            before, left = (_given(machine, each, slice(None)) for each in (befores, lefts))
             after = machine.warpgroups.multiply(
-                instruction.op, _all(machine, befores), left if in_registers else left[0], descriptor(machine),
+                instruction.op, before, left if in_registers else left[0], descriptor(machine),
                 keeps(machine), numbers, registers, mask, instruction.number,
             )  # fmt: skip
             for write, words in zip(writers, after, strict=True):
@@ -334,7 +281,7 @@ class Translator:
 
     def _bar(self, instruction: Instruction) -> Step:
         if instruction.op == "bar.warp.sync":
-            return lambda machine, mask: machine.warp_barrier(mask, instruction.number)
+            return lambda machine, mask: machine.warp_barrier(mask, instruction)
         if instruction.op not in BARRIERS or instruction.operands != ("0",):
             raise NotEmulatedError(str(instruction))
         return lambda machine, mask: machine.barrier(mask, instruction.number)
@@ -345,16 +292,13 @@ class Translator:
         """`elect.sync`: the first lane, of a whole warp."""
         target, members = instruction.operands
         lane, chosen = target.split("|")
-        write_lane, write_chosen = self.write(lane, B32), self.write(chosen, PREDICATE)
         if members != "-1":
             raise NotEmulatedError(str(instruction))
 
-        def step(machine: Machine, mask: Mask) -> None:
-            machine.whole_warps(mask, instruction.number)
-            write_lane(machine, mask, np.zeros(1, np.uint32))
-            write_chosen(machine, mask, machine.special["%laneid"] == 0)
-
-        return step
+        return _of_threads(
+            instruction, lambda machine, threads, number: [np.zeros(len(threads), np.uint32), threads % WARP == 0], [],
+            writers=[self.write(lane, B32), self.write(chosen, PREDICATE)],
+        )  # fmt: skip
 
     def _mbarrier(self, instruction: Instruction) -> Step:
         parts, operands = instruction.op.split("."), instruction.operands
@@ -372,17 +316,14 @@ class Translator:
         if name in ("wait::ld", "wait::st"):
             return _of_threads(instruction, f"tensor_memory.{name[-2:]}.wait", [])
         if name in ("ld", "st") and parts[-1] == "b32" and len(parts) == 5:
-            registers = operands[0 if name == "ld" else -1]
-            at, *split = operands[1:] if name == "ld" else operands[:-1]
+            registers, (at, *split) = (operands[0], operands[1:]) if name == "ld" else (operands[-1], operands[:-1])
             given = parts[2], int(split[0], 0) if split else 0
-            if name == "ld":
-                writers = self.writers(registers, B32)
-                return _of_threads(
-                    instruction, "tensor_memory.load", [self.address(at)], *given, len(writers), writers=writers
-                )
+            address, writers = self.address(at), self.writers(registers, B32)
+            if name == "st":
+                return _of_threads(instruction, "tensor_memory.store", [address, self.readers(registers, B32)], *given)
             return _of_threads(
-                instruction, "tensor_memory.store", [self.address(at), *self.readers(registers, B32)], *given
-            )
+                instruction, "tensor_memory.load", [address], *given, len(writers), writers=writers
+            )  # fmt: skip
         if parts[0] != "cta_group::1":
             raise NotEmulatedError(str(instruction))
         if name == "commit":
@@ -404,26 +345,38 @@ class Translator:
     def _fence(self, instruction: Instruction) -> Step:
         if not instruction.op.startswith("fence.proxy.async"):
             raise NotEmulatedError(str(instruction))
-        return lambda machine, mask: machine.shared.fence(machine.active(mask))
+        return _of_threads(instruction, "shared.fence", [])
 
 
 def _of_threads(
-    instruction: Instruction, method: str, readers: list[Reader], *constants: Any, writers: Iterable[Writer] = ()
-) -> Step:
-    """A step that calls a method of a part of the machine: with the threads that run, their operands, and constants."""
-    aligned = ".aligned" in instruction.op
+    instruction: Instruction, function: str | Callable[..., Any], readers: list[Any], *constants: Any,
+    writers: Iterable[Writer] = (),
+) -> Step:  # fmt: skip
+    """A step that calls a function with the threads that run, their operands, and constants.
+
+    function: name of a method of a part of the machine, or a function of the machine. It returns what is written.
+    readers: of each operand, or a list of them for an operand of several registers.
+    """
+    whole_warps = ".sync" in instruction.op
 
     def step(machine: Machine, mask: Mask) -> None:
-        if aligned:
-            machine.whole_warps(mask, instruction.number)
+        if whole_warps:
+            machine.whole_warps(mask, instruction)
         threads = machine.active(mask)
         if len(threads):
-            given = [np.broadcast_to(read(machine), machine.threads)[threads] for read in readers]
-            found = attrgetter(method)(machine)(threads, *given, *constants, number=instruction.number)
+            call = attrgetter(function)(machine) if isinstance(function, str) else functools.partial(function, machine)
+            given = [_given(machine, read, threads) for read in readers]
+            found = call(threads, *given, *constants, number=instruction.number)
             for write, words in zip(writers, found or (), strict=True):
                 write(machine, mask, machine.spread(words, threads))
 
     return step
+
+
+def _given(machine: Machine, read: Any, threads: Array | slice) -> Any:
+    if isinstance(read, list):
+        return [_given(machine, one, threads) for one in read]
+    return np.broadcast_to(read(machine), machine.threads)[threads]
 
 
 def _guarded(step: Step, guard: Reader) -> Step:
@@ -434,34 +387,14 @@ def _guarded(step: Step, guard: Reader) -> Step:
     return guarded
 
 
-def _all(machine: Machine, readers: list[Reader]) -> list[Array]:
-    return [np.broadcast_to(read(machine), machine.threads) for read in readers]
-
-
 def _joined(words: list[Array], size: int) -> Array:
     """Registers side by side in a wider one, the first lowest."""
     wide = UNSIGNED[size * len(words)]
     return functools.reduce(np.bitwise_or, (word.astype(wide) << wide(8 * size * i) for i, word in enumerate(words)))
 
 
-def _loaded(kind: Type) -> Type:
-    """Type as which a loaded number is written: narrow signed ones are extended by their sign."""
-    return kind if kind.kind == "s" else Type("u", kind.size)
-
-
-def _space(op: str) -> Callable[[Machine, Array], Any]:
+def _space(op: str) -> str:
     """The memory that an instruction uses; a generic address says itself which."""
     parts = op.split(".")
-    if any(part.startswith("global") for part in parts):
-        return lambda machine, at: machine.memory
-    if any(part.startswith("shared") for part in parts):
-        return lambda machine, at: machine.shared
-    if "local" in parts:
-        return lambda machine, at: machine.local
-    return lambda machine, at: (
-        machine.local if (at >> np.uint64(SLOT_BITS) == LOCAL >> SLOT_BITS).all() else machine.memory
-    )
-
-
-def vector(operand: str) -> list[str]:
-    return [part.strip() for part in operand.strip("{}").split(",")]
+    spaces = {"memory": "global", "shared": "shared", "local": "local"}
+    return next((name for name, space in spaces.items() if any(x.startswith(space) for x in parts)), "generic")

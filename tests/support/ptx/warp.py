@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,49 +38,45 @@ def reduce(op: str, kind: str, x: Array) -> Array:
     return np.repeat(found, WARP).view(np.uint32)
 
 
-def load_tiles(machine: Machine, addresses: Array, count: int, turned: bool, active: Array, number: int) -> list[Array]:
+def load_tiles(
+    machine: Machine, threads: Array, addresses: Array, count: int, turned: bool, number: int
+) -> list[Array]:
     """`ldmatrix`: tiles of 8 x 8 halves, whose rows lie at the addresses of eight lanes each."""
-    warps, threads = _lanes(active)
-    rows = np.broadcast_to(addresses, machine.threads).reshape(-1, WARP)[warps]
     tiles = []
-    for tile in range(count):
-        at = rows[:, 8 * tile : 8 * tile + 8].astype(np.int64)
-        machine.find("misaligned rows of a tile", np.sum(at % 16 != 0), number)
+    for at in _rows(machine, addresses, count, number):
         if turned:
-            (halves,) = machine.shared.load(_columns(at), 2, 1, np.tile(threads, 2), number)
+            (halves,) = machine.shared.load(np.tile(threads, 2), _columns(at), 2, 1, number)
             low, high = halves.astype(np.uint32).reshape(2, -1)
             words = low | high << np.uint32(16)
         else:
-            (words,) = machine.shared.load((at[:, ROW] + 4 * PAIR).reshape(-1), 4, 1, threads, number)
-        tiles.append(machine.spread(words, threads))
+            (words,) = machine.shared.load(threads, (at[:, ROW] + 4 * PAIR).reshape(-1), 4, 1, number)
+        tiles.append(words)
     return tiles
 
 
 def store_tiles(
-    machine: Machine, addresses: Array, tiles: list[Array], turned: bool, active: Array, number: int
+    machine: Machine, threads: Array, addresses: Array, tiles: list[Array], turned: bool, number: int
 ) -> None:
     """`stmatrix`: the reverse of `load_tiles`."""
-    warps, threads = _lanes(active)
-    rows = np.broadcast_to(addresses, machine.threads).reshape(-1, WARP)[warps]
-    for tile, words in enumerate(tiles):
-        at = rows[:, 8 * tile : 8 * tile + 8].astype(np.int64)
-        machine.find("misaligned rows of a tile", np.sum(at % 16 != 0), number)
+    for words, at in zip(tiles, _rows(machine, addresses, len(tiles), number), strict=True):
         if turned:
-            halves = np.concatenate([words[threads], words[threads] >> np.uint32(16)]).astype(np.uint16)
-            machine.shared.store(_columns(at), 2, [halves], np.tile(threads, 2), number)
+            halves = np.concatenate([words, words >> np.uint32(16)]).astype(np.uint16)
+            machine.shared.store(np.tile(threads, 2), _columns(at), [halves], 2, number)
         else:
-            machine.shared.store((at[:, ROW] + 4 * PAIR).reshape(-1), 4, [words[threads]], threads, number)
+            machine.shared.store(threads, (at[:, ROW] + 4 * PAIR).reshape(-1), [words], 4, number)
+
+
+def _rows(machine: Machine, addresses: Array, count: int, number: int) -> Iterator[Array]:
+    """Where the eight rows of each tile lie, `[warps, 8]`."""
+    for tile in range(count):
+        at = addresses.reshape(-1, WARP)[:, 8 * tile : 8 * tile + 8].astype(np.int64)
+        machine.find("misaligned rows of a tile", np.sum(at % 16 != 0), number)
+        yield at
 
 
 def _columns(rows: Array) -> Array:
     """Where each lane's first half lies in a tile that is read column by column, then where each second one does."""
     return np.concatenate([(rows[:, 2 * PAIR + i] + 2 * ROW).reshape(-1) for i in range(2)])
-
-
-def _lanes(active: Array) -> tuple[Array, Array]:
-    """Warps with active threads, and all their threads."""
-    warps = np.unique(active // WARP)
-    return warps, (warps[:, None] * WARP + LANE).reshape(-1)
 
 
 def multiply(op: str, a: list[Array], b: list[Array], c: list[Array]) -> list[Array]:
