@@ -52,15 +52,6 @@ def test_steps_store_what_one_prompt_does(count: int) -> None:
     assert torch.equal(made.exchange_(expected.mT, SINKS).mT, x)
 
 
-def test_without_sinks_all_stays_where_it_is() -> None:
-    made, x = padding(0, 5), torch.randn(2, 2, 12, 8)
-    held, same = made.exchange_new(x[:, :, :0], x, 0, 0)
-    assert held.shape[2] == 0
-    assert torch.equal(same, x)
-    assert torch.equal(made.exchange_(x.clone().mT, 0).mT, x)
-    assert made.without(x, 0, 0).shape[2] == 19
-
-
 @pytest.mark.parametrize("kind", ["none", "padding", "bool", "additive", "one for all rows"])
 def test_masks_follow_their_tokens(kind: str) -> None:
     rows, total, count = (0, 2, 5, 17), 24, 3
@@ -78,17 +69,6 @@ def test_masks_follow_their_tokens(kind: str) -> None:
     got = Mask(masks[kind]).exchanged(made, SINKS, count, total, torch.device("cpu")).tensor
     expected = torch.stack([one[..., order(n, total)] for n, one in zip(rows, seen, strict=True)])
     assert torch.equal(got if got.dtype == torch.bool else got == 0, expected)
-
-
-def test_a_padding_mask_may_end_before_the_capacity() -> None:
-    """A static cache's mask has the tokens so far; the room after them is hidden."""
-    made, written, capacity = padding(0, 5), 20, 32
-    real = torch.arange(written) >= torch.tensor([0, 5])[:, None]
-    length, cpu = torch.tensor(written), torch.device("cpu")
-    got = Mask(real.long()).exchanged(made, SINKS, 1, capacity, cpu, length).tensor
-    whole = torch.nn.functional.pad(real, (0, capacity - written))[:, None, None]
-    assert torch.equal(got, Mask(whole).exchanged(made, SINKS, 1, capacity, cpu, length).tensor)
-    assert not got[..., written:].any()
 
 
 def test_tokens_without_padding() -> None:

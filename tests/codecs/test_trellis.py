@@ -71,8 +71,3 @@ def test_levels_are_the_means_of_the_numbers_that_they_stand_for(bits: int) -> N
     _, indices = trellis.best_path((z * steps).round().int(), (levels * steps).round().int())
     means = torch.stack([z[indices == i].mean() for i in range(len(levels))])
     torch.testing.assert_close(means * math.sqrt(width), levels.float() * math.sqrt(width), atol=0.02, rtol=0)
-
-
-def test_bits_without_levels() -> None:
-    with pytest.raises(KeyError):
-        trellis.trellis_levels(64, 4)

@@ -106,16 +106,6 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
 
-@pytest.mark.parametrize("bits", [0, 192])
-def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., View]) -> None:
-    """Neither residual codebooks nor, with `bits`, the encoder's codebook are copied."""
-    side = commvq(encoder_bits=bits)
-    keys, values = segments(Case(side, side), make_side)
-    held = [keys.codec.constant_bytes(), values.codec.constant_bytes()]
-    launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
-    assert [keys.codec.constant_bytes(), values.codec.constant_bytes()] == held
-
-
 def test_queries_of_any_strides(make_side: Callable[..., View]) -> None:
     case = Case(count=3)
     keys, values = segments(case, make_side)
@@ -197,29 +187,3 @@ def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[
     del fields
     assert buffer() is None
     check(*(replace(side, packed=side.packed + 32) for side in (keys, values)))
-
-
-def test_integer_mask_is_added(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    query, mask = torch.randn(2, 6, 1, 64), torch.zeros(1, 1, 1, keys.shape[2], dtype=torch.int64)
-    mask[..., ::2] = -3
-    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
-    assert error(out, reference.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)) <= BARS[F32]
-
-
-def test_empty_batch(make_side: Callable[..., View]) -> None:
-    keys, values = (make_side(*tq(4), side, 64, 32, batch=0) for side in ("keys", "values"))
-    assert launch.attend(AttentionCall.of(torch.randn(0, 6, 1, 64), scaling=0.125), keys, values).shape == (0, 1, 6, 64)
-
-
-def test_not_a_number_in_the_tail_shows(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    keys.tail[1, 0, 2, 5] = torch.nan
-    out = launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
-    assert out[1, :, :3].isnan().all()
-    assert out[0].isfinite().all()
-    assert out[1, :, 3:].isfinite().all()
-    query = torch.randn(2, 6, 1, 64)
-    query[0, 4] = torch.nan
-    out = launch.attend(AttentionCall.of(query, scaling=0.125), *segments(Case(), make_side))
-    assert [bool(head.isnan().all()) for head in out[0, 0]] == [False, False, False, False, True, False]

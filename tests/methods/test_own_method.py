@@ -11,10 +11,6 @@ from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
-from kvcache_compress.backends import cpp
-from kvcache_compress.backends.choice import resolve_backend
-from kvcache_compress.codecs.base import HOOKS, Codec, Side
-from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
 
 MOST_LINES = 59
 KEYS, VALUES = {"method": "rounding"}, {"method": "rounding", "bits": 3}
@@ -48,31 +44,11 @@ def test_numbers_are_rounded_to_the_nearest(make_codec: Any, bits: int) -> None:
     assert not codec.decode(codec.encode(torch.zeros(1, 1, 8, 64))).abs().max() > 1e-6
 
 
-def kinds(*codecs: type[Codec]) -> list[tuple[type[Codec], Any, Side]]:
-    return [(codec, codec.Options(), "keys") for codec in codecs]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-@pytest.mark.parametrize("codecs", [(RoundingCodec, RoundingCodec), (RoundingCodec, TurboQuantCodec)])
-def test_it_runs_in_torch_on_every_device(codecs: tuple[type[Codec], ...], device: str) -> None:
-    assert resolve_backend("auto", torch.device(device), kinds(*codecs)).name == "torch"
-
-
 @pytest.mark.parametrize(("pair", "backend"), zip(CONTRACT, ["triton", "cpp"], strict=True))
 def test_other_backends_are_refused(pair: str, backend: str) -> None:
     config = {**CONTRACT[pair], "backend": backend}
     with pytest.raises(ValueError, match=rf'backend="{backend}" is unavailable for method \'rounding\'; use'):
         CompressedCache(MODEL, config)
-
-
-def test_it_does_not_ask_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "_problem", lambda: pytest.fail("the C++ code is not needed"))
-    assert resolve_backend("auto", torch.device("cpu"), kinds(RoundingCodec, TurboQuantCodec)).name == "torch"
-
-
-def test_it_has_no_hooks(make_codec: Any) -> None:
-    codec = make_codec("rounding", 64)
-    assert [getattr(codec, hook) for hook in HOOKS] == [None] * len(HOOKS)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +16,15 @@ from support.models.small_model import small_model
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.interface import attention_forward
 from kvcache_compress.codecs.base import CodecContext, Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.quantizers.digits import allocate_bits
 from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
-from kvcache_compress.methods.spectral.moments import KeyMoments
 from kvcache_compress.methods.spectral.prefill import sampled_positions
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS
-from kvcache_compress.storage.view import View, record_paths
+from kvcache_compress.storage.view import View
 
 GROUP, DIM, HEADS = 32, 32, 2
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}
@@ -174,21 +171,6 @@ def test_padding_counts_nowhere(model: Any) -> None:
     assert all(same(*pair) for pair in zip(*found, strict=True))
 
 
-def test_rows_of_one_prompt_count_once_and_others_add_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt repeated in a batch, as for beams, has the statistics of one row; of other prompts all tokens count."""
-    found: list[KeyMoments] = []
-    monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())
-    other = (ids(300) * 5 + 1) % 64
-    for prompts in (ids(300), ids(300).expand(3, -1), other, torch.cat([ids(300), other])):
-        model(prompts, **with_cache(spectral(model)))
-    one, three, second, both = found[::2]
-    assert (three.tokens, three.sampled) == (one.tokens, one.sampled)
-    assert torch.allclose(three.keys, one.keys, rtol=1e-4)
-    assert (both.tokens, both.sampled) == (2 * one.tokens, 2 * one.sampled)
-    # Tables of means differ, so only what does not depend on them adds up.
-    assert torch.allclose(both.queries, one.queries + second.queries, rtol=1e-3, atol=1e-3 * both.queries.abs().max())
-
-
 def test_soft_caps_and_learned_logits_count() -> None:
     """Both change what keys are paid, and with it the statistics."""
     plain = prompt()
@@ -269,46 +251,6 @@ def test_handles_without_attention(model: Any) -> None:
     assert cache.packed_tokens == 64
 
 
-def test_layers_that_share_a_prompt_close_it_once(model: Any) -> None:
-    """Both attend to the prompt's own tensors, and neither counts as a path over packed tokens."""
-    cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM)
-    views = cache.update(x, x, 0)
-    query = x.repeat_interleave(model.config.num_attention_heads // HEADS, 1)
-    module = model.model.layers[0].self_attn
-    with torch.no_grad(), record_paths() as taken:
-        first, second = (attention_forward(module, query, *views, None, scaling=0.2)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    assert cache.packed_tokens == 64
-    assert taken == []
-
-
-@pytest.mark.parametrize("capacity", [None, 400])
-def test_saved_caches_wait_on(model: Any, capacity: int | None, tmp_path: Path) -> None:
-    """A saved cache that waits for its statistics continues bit for bit."""
-    cache = spectral(model, max_cache_len=capacity)
-    model(ids(30), **with_cache(cache))
-    cache.save(tmp_path / "x.safetensors")
-    loaded = SpectralCache.load(tmp_path / "x.safetensors", model.config)
-    steps = ids(48, seed=1)
-    ours, theirs = (torch.cat([model(part, **with_cache(one)).logits for part in steps.split(3, 1)], 1)
-                    for one in (cache, loaded))  # fmt: skip
-    assert torch.equal(ours, theirs)
-    assert cache.packed_tokens == loaded.packed_tokens > 0
-    assert same(statistics(cache), statistics(loaded))
-
-
-def test_static_caches_take_the_same_statistics(model: Any) -> None:
-    """With a capacity a prompt is measured as in a growing cache, and a short one waits until tokens are packed."""
-    growing, static, short = spectral(model), spectral(model, max_cache_len=400), spectral(model, max_cache_len=400)
-    model(ids(300), **with_cache(growing))
-    model(ids(300), **with_cache(static))
-    model(ids(30), **with_cache(short))
-    assert same(statistics(growing), statistics(static))
-    assert growing.packed_tokens == static.packed_tokens
-    assert short.packed_tokens == 0
-    assert not statistics(short)
-
-
 @pytest.mark.parametrize(("first", "capacity"), [(1, None), (16, 500), (40, None)])
 def test_prompts_that_fit_the_sinks(first: int, capacity: int | None, model: Any) -> None:
     """After a first prompt of sinks alone, or little more, keys of later tokens are as good as TurboQuant's."""
@@ -331,20 +273,6 @@ def test_prompts_that_fit_the_sinks(first: int, capacity: int | None, model: Any
     assert losses[0] < 1.2 * losses[1], losses
 
 
-def test_padding_in_float_masks_counts_nowhere() -> None:
-    """Masks that are added to the scores, as eager attention has them, give the statistics of boolean ones."""
-    seen = prompt().queries
-    assert seen is not None
-    tokens, count = 4 + prompt().keys.shape[2], seen.query.shape[2]
-    visible = torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count)
-    visible[:, :120] = False
-    visible[: 120 - (tokens - count)] = False
-    boolean = visible.expand(len(seen.query), 1, -1, -1)
-    added = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
-    found = [measured(replace(prompt(), queries=replace(seen, mask=Mask(mask)))) for mask in (boolean, added)]
-    assert same(*found)
-
-
 def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If measuring fails and the prompt is cropped away, later prompts are measured and packed as in a new cache."""
     cache = spectral(model)
@@ -357,34 +285,6 @@ def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pyte
         model(part, **with_cache(cache))
     assert cache.packed_tokens > 0
     assert statistics(cache)
-
-
-def test_a_file_does_not_replace_statistics_of_a_prompt(model: Any, tmp_path: Path) -> None:
-    """A saved cache goes on with its own statistics, also if `load` is given a file for others."""
-    cache = spectral(model)
-    model(ids(300), **with_cache(cache))
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = SpectralCache.load(tmp_path / "cache.safetensors", model.config, statistics=statistics_file(DIM))
-    assert same(statistics(cache), statistics(loaded))
-
-
-FUSED = ["gemma2", "gpt_oss", "cohere2", "glm4", "smollm3", "gpt_neox", "opt"]
-
-
-@pytest.mark.parametrize("family", FUSED)
-def test_families(family: str) -> None:
-    """Layers with RoPE of any kind and without, soft caps, learned logits and any number of query heads work."""
-    model = family_cases.build(family)
-    enable_fused_attention(model)
-    keys = {"method": "spectral", "bits": 3, "group": GROUP}
-    cache = CompressedCache(model.config, {"keys": keys, "values": "none", **WINDOWS})
-    exact = family_cases.exact(family)
-    loss = (family_cases.logits(model, cache) - exact).norm() / exact.norm()
-    assert cache.packed_tokens == 64
-    assert 1e-4 < loss < 0.15
-    tracked = {layer.track is not None for layer in cache.compressed_layers.values()}
-    without = {"cohere2": {False}, "opt": {False}, "smollm3": {True, False}}
-    assert tracked == without.get(family, {True})
 
 
 def test_rope_of_unknown_kind_is_refused() -> None:

@@ -51,22 +51,6 @@ def test_auto_centring_is_per_head(make_codec: Make) -> None:
     assert torch.equal(codec.mean[1], torch.zeros(64))
 
 
-def test_auto_centring_needs_sinks(make_codec: Make) -> None:
-    """Auto centring is off without sinks, as it would increase the error of the first tokens, far from the mean."""
-    codec = make_codec("turboquant", 64, heads=2, bits=3, sinks=0)
-    codec.prepare(keys_with_a_mean(0.9))
-    assert codec.mean is None
-
-
-def test_mean_is_frozen(make_codec: Make) -> None:
-    x = keys_with_a_mean(0.9)
-    codec = make_codec("turboquant", 64, heads=2, bits=3)
-    codec.prepare(x[:, :, :100])
-    before = codec.encode(x[:, :, :100])
-    codec.encode(x[:, :, 100:] + 5)
-    assert all(torch.equal(a, b) for a, b in zip(before, codec.encode(x[:, :, :100]), strict=True))
-
-
 # Channel sets
 
 

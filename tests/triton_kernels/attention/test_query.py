@@ -55,14 +55,6 @@ def test_mapped_queries_factors_and_biases(
         assert (bias == 0).all()
 
 
-def test_a_query_of_zeros(make_side: Callable[..., View]) -> None:
-    side = make_side(*METHODS["turboquant"], "keys", 64, 32, dtype=torch.float16).codec.kernel_side
-    grid, arguments = map_query_arguments(torch.zeros(1, 2, 1, 64, dtype=torch.float16), side, 2, 1.0)
-    map_query_kernel[grid](**arguments)
-    assert (arguments["p_mapped"] == 0).all()
-    assert (arguments["p_rows"] == torch.tensor([LOG2E, 0.0])).all()
-
-
 @pytest.mark.parametrize("packed", [32, 96, 1000, 4096, 131072])
 @pytest.mark.parametrize("programs", [1, 8, 64, 4096])
 def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -> None:
@@ -74,8 +66,3 @@ def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -
     assert splits == 1 or size >= launch.MIN_SPLIT_TOKENS
     rounds = splits * programs / (8 * launch.RESIDENT_WARPS)
     assert splits == 1 or rounds <= (launch.ROUNDS if size >= launch.MIN_ROUND_TOKENS else 1)
-
-
-def test_fewer_programs_make_more_splits() -> None:
-    splits = [launch.split_sizes(131072, launch.Tile(32, 1, 2), programs, 8)[1] for programs in (1, 8)]
-    assert splits[0] > splits[1] > 1

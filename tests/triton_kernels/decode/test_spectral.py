@@ -21,7 +21,6 @@ from support.kernels.attention_cases import (
 )
 
 from kvcache_compress.backends import torch as reference
-from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.shared.slots import Slots
@@ -75,17 +74,3 @@ def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..
     order = (torch.arange(96, 96 + tail) % tail).argsort()
     rolled = [replace(side, tail_buffer=side.tail_buffer[:, :, :tail][:, :, order.argsort()]) for side in part]
     assert error(out, plain_attention(query, *rolled, None, Case(), None)) <= BARS[torch.float32]
-
-
-def test_tables_are_those_of_the_statistics(make_codec: Callable[..., Codec]) -> None:
-    """Statistics of a prompt arrive after the codec is made, and other ones may replace them."""
-    codec = make_codec("spectral", {"bits": 2, "statistics": "prefill", "group": 32}, "keys", 64)
-    sides = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        codec.prepare(torch.randn(2, 2, 128, 64))
-        sides.append(codec.kernel_side)
-    assert sides[0] is not None
-    assert sides[1] is not None
-    assert sides[0].group == codec.group
-    assert not torch.equal(sides[0].tables[0], sides[1].tables[0])

@@ -110,21 +110,6 @@ def test_torch_encodes_wide_trellis_codes(make_codec: Callable[..., Codec]) -> N
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "side", "group", "bits"),
-    [
-        *((128, "keys", 32, 2), (128, "keys", 32, 5), (80, "keys", 16, 3), (80, "keys", 16, 6)),
-        *((64, "values", 32, 1), (64, "values", 32, 4), (64, "values", 32, 3)),
-    ],
-)
-def test_kivi_codes(head_dim: int, side: Any, group: int, bits: int, make_codec: Callable[..., Codec]) -> None:
-    codec = make_codec("kivi", {"bits": bits, "group_size": group}, side, head_dim)
-    x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(bits))
-    x[0, 0, :32, :32] = 3.0
-    assert codec.kernel_encoder is not None
-    assert_equal_fields(BACKENDS["triton"].encoded(codec, x), codec.encode(x))
-
-
-@pytest.mark.parametrize(
     ("method", "options", "side", "head_dim"), [(*case, (64, 96)[i // 2 % 2]) for i, case in enumerate(SIDES)]
 )
 def test_codecs_encode_alike_on_both_backends(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,19 +101,6 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
             assert (one != other).float().mean() < 1e-3  # a product summed in another order may flip a code
 
 
-def test_masks_of_one_row_serve_all_queries() -> None:
-    layers = [static_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
-    fresh, query = (torch.randn(2, heads, 3, DIM) for heads in (HEADS, HEADS * GROUPS))
-    mask = torch.rand(2, 1, 1, CAPACITY) > 0.5
-    outputs = []
-    for layer in layers:
-        layer._append(fresh, 2 * fresh, counting=True)
-        outputs.append(attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)))
-        with pytest.raises(RuntimeError):
-            attended(layer.views(), AttentionCall.of(query, mask.expand(-1, -1, 9, -1), scaling=0.2))
-    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
-
-
 def test_faults_are_noted() -> None:
     layer = static_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
@@ -131,34 +115,6 @@ def test_faults_are_noted() -> None:
     assert layer.storage.buffers.fault.amax() == FULL
     with pytest.raises(ValueError, match="max_cache_len=140"):
         layer.crop(-1)
-
-
-def test_too_many_are_noted_and_not_read() -> None:
-    """Tokens beyond the capacity set a fault and are not read, also when decoded; operations other than steps raise."""
-    layer = static_layer("triton", TURBOQUANT, 4, 8)
-    for _ in range(8):
-        layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-        assert layer.views()[0].dense().shape == (2, HEADS, CAPACITY, DIM)
-    assert layer.storage.buffers.fault.amax() == FULL
-
-
-@pytest.mark.parametrize(
-    ("backend", "copied"), [("torch", lambda layer: pickle.loads(pickle.dumps(layer))), ("triton", copy.deepcopy)]
-)
-def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], CompressedLayer]) -> None:
-    layer = static_layer(backend, TURBOQUANT, 4, 8)
-    tokens = torch.randn(2, HEADS, 3, DIM)
-    layer.append(tokens, tokens)
-    other = copied(layer)
-    for each in (layer, other):
-        each.append(tokens, tokens)
-        assert each.storage.buffers.counts[0, 0] == 56
-        assert each.storage.buffers.length == 56
-    layer.crop(-1)
-    other.crop(-1)
-    assert layer.get_seq_length() == other.get_seq_length() == 55
-    for side in ("keys", "values"):
-        assert torch.equal(layer.sides[side].view().stored(), other.sides[side].view().stored())
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
