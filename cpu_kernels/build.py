@@ -27,10 +27,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000")
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
-_VECTOR_FLAGS = {
-    "AVX2": _AVX2_FLAGS,
-    "AVX512": (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-}
+_VECTOR_FLAGS = {"AVX2": _AVX2_FLAGS, "AVX512": (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 """Flags by the vector instructions that PyTorch finds; results are the same to the bit."""
 
 

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from kvcache_compress.codecs.layout import (
-    PLANES,
-    Field,
-    bytes_per_token,
-    code_fields,
-    words_per_token,
-)
+from kvcache_compress.codecs.layout import PLANES, Field, bytes_per_token, code_fields, words_per_token
 
 
 def test_planes_add_up() -> None:

@@ -175,10 +175,7 @@ def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[
     assert twin.store.described is None
     check(twin, values)
     assert pickle.loads(pickle.dumps(kept)) is None
-    for change in (
-        {"sinks": torch.randn_like(keys.sinks)},
-        {"tail_buffer": torch.randn_like(keys.tail_buffer)},
-    ):
+    for change in ({"sinks": torch.randn_like(keys.sinks)}, {"tail_buffer": torch.randn_like(keys.tail_buffer)}):
         check(replace(keys, **change), values)
     buffer = weakref.ref(values.store.buffers[0])
     fields = values.store.read(0, 32)

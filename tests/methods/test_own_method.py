@@ -15,10 +15,7 @@ from kvcache_compress import CompressedCache, enable_fused_attention, get_method
 MOST_LINES = 59
 KEYS, VALUES = {"method": "rounding"}, {"method": "rounding", "bits": 3}
 TURBOQUANT = {"method": "turboquant", "bits": 4}
-CONTRACT = {
-    "own-method": {"keys": KEYS, "values": VALUES},
-    "own-turboquant": {"keys": KEYS, "values": TURBOQUANT},
-}
+CONTRACT = {"own-method": {"keys": KEYS, "values": VALUES}, "own-turboquant": {"keys": KEYS, "values": TURBOQUANT}}
 MODEL = LlamaConfig(
     hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, pad_token_id=0,
     bos_token_id=None, eos_token_id=None,

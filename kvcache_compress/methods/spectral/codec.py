@@ -18,16 +18,7 @@ from pydantic import BeforeValidator
 from pydantic import Field as Limits
 
 from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.base import (
-    CodecContext,
-    Fields,
-    MethodOptions,
-    Prompt,
-    Rope,
-    RopeUse,
-    Side,
-    Statistics,
-)
+from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Prompt, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
 from kvcache_compress.codecs.quantizers.digits import (

@@ -15,20 +15,10 @@ from support.files.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_f
 from support.method_cases import half_layout, random_track
 from transformers import Glm4Config, LlamaConfig, LlamaForCausalLM, Phi3Config
 
-from kvcache_compress import (
-    CommVQCache,
-    CompressedCache,
-    enable_fused_attention,
-    load_config,
-    register_position_hooks,
-)
+from kvcache_compress import CommVQCache, CompressedCache, enable_fused_attention, load_config, register_position_hooks
 from kvcache_compress.config import get_method
 from kvcache_compress.methods.commvq import additive
-from kvcache_compress.methods.commvq.codebook_file import (
-    group_count,
-    rounds_for,
-    write_codebooks,
-)
+from kvcache_compress.methods.commvq.codebook_file import group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from kvcache_compress.storage.shared.rope_track import _warn_of_positions
 
@@ -55,10 +45,7 @@ CONTRACT = {
 }
 KERNEL_PAIRS = {
     "commvq": (commvq(), commvq()),
-    "commvq-groups": (
-        commvq(groups=2, key_shape=(2, 64)),
-        commvq(groups=2, value_shape=(4, 64), scalar="norm"),
-    ),
+    "commvq-groups": (commvq(groups=2, key_shape=(2, 64)), commvq(groups=2, value_shape=(4, 64), scalar="norm")),
     "commvq-short-rows": (commvq(groups=2, key_shape=(1, 8)), commvq(groups=2, value_shape=(2, 8))),
     "commvq-none": (commvq(key_shape=(2, 8), scalar="norm"), ("none", {})),
     "none-commvq-encoder": (("none", {}), ("commvq", encoder)),
@@ -129,12 +116,7 @@ ROPES = {
     "yarn": LlamaConfig(
         hidden_size=128,
         num_attention_heads=2,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 64,
-        },
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
     ),
     "phi3-partial": Phi3Config(
         hidden_size=128, num_attention_heads=2, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}

@@ -29,11 +29,7 @@ SKETCHES: Options = {"method": "qjl", "outlier_channels": 8}
 PAIRS: Options = {"method": "polarquant_rope", "scalar": "match"}
 TREE: Options = {"method": "polarquant_recursive"}
 RADII: Options = {"method": "polarquant_recursive", "levels": 3, "bits": [4, 2, 2], "radius_bits": 16}
-ANCHORS: Options = {
-    "method": "spectral",
-    "bits": 2,
-    "statistics": statistics_of(small_config(1, head_dim=48), "flush"),
-}
+ANCHORS: Options = {"method": "spectral", "bits": 2, "statistics": statistics_of(small_config(1, head_dim=48), "flush")}
 OPTIONS = {
     "4": (TURBOQUANT, TURBOQUANT),
     "2.5": (FRACTIONAL, FRACTIONAL),
