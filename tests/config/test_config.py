@@ -186,7 +186,7 @@ def test_codebooks_go_to_the_sides_that_take_them() -> None:
 def test_center_for_values() -> None:
     """Centring of values is refused when the cache is made, not at the first token."""
     config = {**SIDES, "values": {"method": "turboquant", "center": "on"}}
-    with pytest.raises(ValueError, match="center='on' for values of turboquant: allowed 'off'"):
+    with pytest.raises(ValueError, match="center='on' for values of turboquant "):
         CompressedCache(llama(), config)
 
 
