@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,11 +18,11 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 
-from .decoded import Origin
 from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
 from .shared.slots import Slots
 
+logger = logging.getLogger(__name__)
 DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time, a multiple of every group size."""
 
@@ -48,7 +50,9 @@ class AttentionPath(Protocol):
 
 
 class Owner(Protocol):
-    """The part of a layer that views and compiled code use."""
+    """The part of a layer that views use."""
+
+    decoder_config: Any
 
     @property
     def awaits_queries(self) -> bool:
@@ -57,16 +61,13 @@ class Owner(Protocol):
     def close(self, call: AttentionCall | None) -> None:
         """End a step: pack the tokens that had to wait for its queries."""
 
-    def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
-        """Write decoded tokens `x` `[B, H, T, D]` to the dense tokens where they differ from `old`."""
-
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class View:
     """Keys or values that a step attends to, its own tokens included: `sinks | packed | tail`, oldest first.
 
-    A view reports the shape of the tensor that it stands for. Other uses by foreign code decode it, and in-place
-    changes of the result are written to the layer.
+    A view reports the shape of the tensor that it stands for. Any other use by foreign code decodes it; writing into
+    the result does not change the layer.
 
     Attributes:
         sinks: dense, `[B, H, sinks, D]`.
@@ -183,10 +184,7 @@ class View:
         return None if self.track is None else self.track.read(start, stop)
 
     def dense(self) -> torch.Tensor:
-        """Decode all tokens in order to a tensor of this `shape` in the model's dtype; spare capacity is zero.
-
-        Writes into it do not reach the layer; see `writable`.
-        """
+        """Decode all tokens in order to a new tensor of this `shape` in the model's dtype; spare capacity is zero."""
         stored = self.stored()
         spare = self.shape[2] - stored.shape[2]
         return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
@@ -245,51 +243,25 @@ class View:
                 self.track.buffer = self.track.buffer.clone()
         return whole
 
-    def write(self, x: torch.Tensor, changed: torch.Tensor) -> None:
-        """Take the dense tokens of `x` `[B, H, T, D]` where `changed`, into new buffers."""
-        first, last = self.sinks.shape[2], self.sinks.shape[2] + self.packed
-        self.sinks = torch.where(changed[:, :, :first], x[:, :, :first], self.sinks)
-        self.tail_buffer = torch.where(changed[:, :, last:], x[:, :, last:], self.tail)
-
-    def writable(self) -> torch.Tensor:
-        """Decode as `dense`; writes into the result reach the layer (`DecodedTensor`)."""
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
-            before = replace(self)
-            written: torch.Tensor | None = None
-
-            def write_back(x: torch.Tensor, replaced: bool) -> None:
-                nonlocal written
-                if self.owner is None:
-                    return
-                try:
-                    if replaced:
-                        raise ValueError(f"the memory of a cache's {self.side} cannot be replaced; use copy_() instead")
-                    self.owner.write(self.side, x, before.dense() if written is None else written)
-                except ValueError:
-                    x.copy_(self.dense())
-                    raise
-                finally:
-                    written = x.clone()
-
-            origin = Origin(before.dense(), write_back)
-            return origin.tied(origin.base)
+    def _decoded(self) -> torch.Tensor:
+        """Decode for code that is not ours, with a warning if that code is a model's attention."""
+        if self.owner is not None and not torch.compiler.is_compiling():
+            _warn_of_decoding(self.owner.decoder_config.model_type)
+        return self.dense()
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
         """Return the view itself if it is on device `target` already, as a tensor would; else decode and move it."""
         if isinstance(target, torch.device) and target == self.device and not args and not kwargs.get("dtype"):
             return self
-        return self.writable().to(target, *args, **kwargs)
+        return self._decoded().to(target, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__} and torch.Tensor have no attribute {name!r}")
-        return getattr(self.writable(), name)
+        return getattr(self._decoded(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.writable()[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.writable()[index] = value
+        return self._decoded()[index]
 
     @classmethod
     def __torch_function__(
@@ -297,7 +269,7 @@ class View:
     ) -> Any:
         def plain(value: Any) -> Any:
             if isinstance(value, View):
-                return value.writable()
+                return value._decoded()
             return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
 
         return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
@@ -309,16 +281,25 @@ class View:
         return f"View({self.side}, shape={tuple(self.shape)}, packed={self.packed})"
 
 
+@cache
+def _warn_of_decoding(model_type: str) -> None:
+    logger.warning(
+        "fused attention has no effect on %s: its attention transforms the cached keys and values itself, so each step "
+        "decodes them. Results are right, but not faster. To avoid this message, call disable_fused_attention(model), "
+        "or compress with fused=False",
+        model_type,
+    )
+
+
 def _decoding(name: str) -> Callable[..., Any]:
     def operator(view: View, *operands: Any) -> Any:
-        return getattr(view.writable(), name)(*operands)
+        return getattr(view._decoded(), name)(*operands)
 
     return operator
 
 
 # Python looks up operators on the class and bypasses `__getattr__`.
-_OPERATORS = """add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne
-iadd isub imul itruediv ifloordiv imod ipow"""
+_OPERATORS = "add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne"
 for _name in _OPERATORS.split():
     setattr(View, f"__{_name}__", _decoding(f"__{_name}__"))
 
