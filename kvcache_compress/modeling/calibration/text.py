@@ -95,7 +95,7 @@ def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
         try:
             yield from ((text, False) for text in _file_texts(path, most))
         except UnicodeDecodeError as error:
-            raise ValueError(f"text={source!r}: not a text in UTF-8 ({error})") from None
+            raise ValueError(f"text={source!r}: not text in UTF-8 ({error})") from None
 
 
 def _file_texts(path: Path, most: int) -> Iterator[str]:
