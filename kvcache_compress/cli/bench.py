@@ -34,7 +34,6 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,
 ) -> None:
     """Time attention over compressed caches on this machine, beside PyTorch's attention over a full cache."""
     with importing():
@@ -43,7 +42,7 @@ def bench(
     with errors_as_lines(), console.status("measuring ...") as status:
         result = run_bench(
             model, preset or [], batch or [1], tokens or [], repeats=repeats, dtype=dtype, device=device, output=output,
-            plot=plot, on_row=lambda row: status.update(escape(f"measuring ... {_named(row)} done")),
+            on_row=lambda row: status.update(escape(f"measuring ... {_named(row)} done")),
         )  # fmt: skip
     console.print(_table(result.rows, result.bandwidth, result.title))
     heads = (
@@ -54,8 +53,8 @@ def bench(
     for row in failed:
         why = row.error or f"the time does not count: {row.invalid}"
         console.print(escape(f"{_named(row)}: {why}"), style="red")
-    for path in result.written:
-        console.print(f"written: {escape(str(path))}")
+    if output is not None:
+        console.print(f"written: {escape(str(output))}")
     if failed:
         raise typer.Exit(1)
 

@@ -1,11 +1,6 @@
-"""Calls of other libraries' decode attention, against stand-ins as neither library is installed."""
+"""PyTorch's decode attention, with queries apart or grouped."""
 
 from __future__ import annotations
-
-import itertools
-import sys
-from importlib.machinery import ModuleSpec
-from types import SimpleNamespace
 
 import pytest
 import torch
