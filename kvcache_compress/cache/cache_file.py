@@ -66,7 +66,7 @@ def save_cache(cache: Any, path: str | Path) -> None:
             described["prepared"] = bool(layer.sides) and layer.sides["keys"].prepared
             if layer.sides and (track := layer.track) is not None:
                 tensors[track.name] = track.buffer[:, : track.rows(int(layer.get_seq_length()))]
-            layer.raise_for_known()
+            layer.checks.raise_for_known()
         layers.append(described)
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
     if (rows := cache.padding.rows) is not None:

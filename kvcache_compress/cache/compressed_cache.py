@@ -75,10 +75,9 @@ class CompressedCache(Cache, ModelListener):
         self.padding = padding = PaddingRecord()
         for index, plan in chosen.items():
             layer_rope = rope if rope and layer_has_rope(self.decoder_config, index) else None
-            track, leads = None, False
+            track = None
             if layer_rope is not None and (groups := plan.rope_groups(2 * layer_rope.pairs)) is not None:
-                leads = groups not in tracks
-                if leads:
+                if groups not in tracks:
                     tracks[groups] = RopeTrack(self.decoder_config, layer_rope, *groups)
                 track = tracks[groups]
             kind: Callable[..., CompressedLayer] = CompressedLayer
@@ -86,7 +85,7 @@ class CompressedCache(Cache, ModelListener):
                 layers[index], LinearAttentionAndFullAttentionLayer
             ):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
-            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, leads, padding)
+            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, padding)
         super().__init__(layers=layers)
         self.rope_tracks = list(tracks.values())
         self._followed = self.decoder_config
