@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="Model for the shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder.")
+        str,
+        typer.Option(help="Model whose shape to time: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder."),
     ] = "llama-3.1-8b",
     preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1, max=MOST_TOKENS)] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Number of sequences; repeatable.", min=1, max=MOST_TOKENS)
+    ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Packed tokens of each sequence; repeatable.", min=1, max=MOST_TOKENS)
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1, max=10_000)] = 20,
+    repeats: Annotated[int, typer.Option(help="Number of timed calls; the median counts.", min=1, max=10_000)] = 20,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or, on a CPU, float32; by default the device's usual one.")
+        str | None, typer.Option(help="bfloat16 (default on GPUs), float16 or, on CPUs only, float32 (default there).")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.", dir_okay=False)] = None,
 ) -> None:
-    """Time attention over compressed caches on this machine, beside PyTorch's attention over a full cache."""
+    """Time attention over compressed caches on this machine, and PyTorch's attention over a full cache."""
     with importing():
         from kvcache_compress.bench.run import run_bench
 
