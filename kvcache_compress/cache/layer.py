@@ -177,10 +177,7 @@ class CompressedLayer(RowOperations):
             self._views.append(weakref.ref(view))
 
     def release_views(self, kept: int | None = None) -> None:
-        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens.
-
-        Costs nothing if no view is in use, as in an ordinary step.
-        """
+        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens."""
         if self._views:
             self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
 
@@ -218,7 +215,7 @@ class CompressedLayer(RowOperations):
         start: Any = keys.tokens - count
         if capacity is not None:
             start = (self.cumulative_length - count).clamp(max=capacity - count)
-        return _with_step(keys.dense(), key_states, start), _with_step(values.dense(), value_states, start)
+        return keys.dense_with_step(key_states, start), values.dense_with_step(value_states, start)
 
     def _update_when_run(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -230,10 +227,9 @@ class CompressedLayer(RowOperations):
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
-        counts = self.max_cache_len is not None and self._keeps_counter(key_states)
         trace = ops.traced_views if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
         found: tuple[Any, Any] = trace(self, key_states, value_states, total)
-        if counts:
+        if self.max_cache_len is not None and self._keeps_counter(key_states):
             self.cumulative_length.add_(tokens)
         return found
 
@@ -405,12 +401,3 @@ class CompressedLayer(RowOperations):
         self._accepted = None
         if isinstance(self.storage, StaticStorage) and not self.storage.empty:
             self.number = ops.register(self, self.number)
-
-
-def _with_step(dense: torch.Tensor, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
-    """Put a step's own tokens `[B, H, n, D]` into `dense` `[B, H, T, D]` from `start` on.
-
-    Gradients reach the step's tokens there, but not the tokens from the cache.
-    """
-    at = torch.arange(states.shape[2], device=dense.device) + start
-    return dense.index_copy(2, at, states.to(dense.dtype))

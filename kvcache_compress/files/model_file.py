@@ -44,25 +44,6 @@ class ModelFacts(BaseModel):
     layers: int
     rope: dict[str, Any]
 
-    def local_heads(self, heads: int, head_dim: int) -> slice:
-        """Heads of the file that a layer with `heads` heads holds: all or, under tensor parallelism, a process's share.
-
-        Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a
-        model. n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
-
-        Raises:
-            ValueError: The layer's heads are no such share.
-        """
-        shares, rest = divmod(self.kv_heads, heads)
-        rank, processes = process_rank()
-        if self.head_dim != head_dim or rest or not shares or processes % shares:
-            raise ValueError(
-                f"made for {self.kv_heads} heads of {self.head_dim}, not {heads} of {head_dim} in each of {processes} "
-                "processes"
-            )
-        first = rank % shares * heads
-        return slice(first, first + heads)
-
     def mismatch(self, here: ModelFacts, *, rope: bool = True, any_model: bool = False) -> str | None:
         """The reason why a file with these facts cannot serve the model `here`, or None.
 
@@ -119,11 +100,23 @@ class ModelFile:
             raise self.refusal(problem)
 
     def local_heads(self, heads: int, head_dim: int) -> slice:
-        """Heads that a layer holds, see `ModelFacts.local_heads`."""
-        try:
-            return self.facts.local_heads(heads, head_dim)
-        except ValueError as error:
-            raise self.refusal(str(error)) from None
+        """Heads of the file that a layer with `heads` heads holds: all or, under tensor parallelism, a process's share.
+
+        Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a
+        model. n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
+
+        Raises:
+            ValueError: the layer's heads are no such share.
+        """
+        held, (rank, processes) = self.facts.kv_heads, process_rank()
+        shares, rest = divmod(held, heads)
+        if self.facts.head_dim != head_dim or rest or not shares or processes % shares:
+            raise self.refusal(
+                f"made for {held} heads of {self.facts.head_dim}, not {heads} of {head_dim} in each of {processes} "
+                "processes"
+            )
+        first = rank % shares * heads
+        return slice(first, first + heads)
 
     def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         """Tensors by name. Raises `ValueError` for one that is missing or not finite."""

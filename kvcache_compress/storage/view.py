@@ -189,6 +189,11 @@ class View:
         spare = self.shape[2] - stored.shape[2]
         return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
 
+    def dense_with_step(self, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
+        """Decode as `dense`, with the step's own tokens `[B, H, n, D]` from `start` on, which gradients then reach."""
+        at = torch.arange(states.shape[2], device=states.device) + start
+        return self.dense().index_copy(2, at, states.to(self.dtype))
+
     def stored(self) -> torch.Tensor:
         """Decode as `dense`, but drop spare capacity unless only the device knows the number of tokens."""
         batch, heads, first, dim = self.sinks.shape
