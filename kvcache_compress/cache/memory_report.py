@@ -1,7 +1,7 @@
 """Memory report of a cache: tokens, bytes, and bits per number with everything counted.
 
-Bytes are as held, and the ratio is to a full cache in the model's own dtype. To make bits comparable between models,
-numbers stored in the model's own dtype (dense tokens, sides of method `none`) count as 16 bits.
+Bytes are the bytes held. The ratio compares with a full cache in the model's own dtype. Bits count numbers in the
+model's own dtype (dense tokens, sides of method `none`) as 16 bits, so that models of different dtypes compare.
 """
 
 from __future__ import annotations

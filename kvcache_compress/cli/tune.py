@@ -59,20 +59,11 @@ def tune(
     with importing():
         from kvcache_compress.eval.tuning.command import run_tuning
 
-    budget: dict[str, Any] = {"bits": bits, "memory": memory, "context": context, "batch": batch}
-    sizes: dict[str, Any] = {"windows": windows, "prefix": prefix, "scored": scored}
-    sizes |= {"levels": level} if level else {}
-    others: dict[str, Any] = {
-        "check_texts": check_text or [],
-        "base": base,
-        "also": also or [],
-        "sinks": sinks or [],
-        "recent": recent or [],
-        "verify": verify,
-        "codebooks": codebooks,
-        "statistics": statistics,
-        "dtype": dtype,
-        "device": device,
-    }
+    levels: dict[str, Any] = {"levels": level} if level else {}
     with errors_as_lines():
-        run_tuning(console, model, text or [], output, **budget, **sizes, **others)
+        run_tuning(
+            console, model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
+            check_texts=check_text or [], base=base, also=also or [], sinks=sinks or [], recent=recent or [],
+            windows=windows, prefix=prefix, scored=scored, verify=verify, codebooks=codebooks, statistics=statistics,
+            dtype=dtype, device=device, **levels,
+        )  # fmt: skip
