@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any, Self
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -37,22 +38,10 @@ class ModelListener:
         raise NotImplementedError
 
 
-class PositionHooks:
-    """Handle of the hooks added by `register_position_hooks`; also a context manager that removes them at its end."""
+class PositionHooks(ExitStack):
+    """Hooks added by `register_position_hooks`. `remove()`, or the end of a `with` block, removes them."""
 
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove the hooks from the model; calling it again does nothing."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    remove = ExitStack.close
 
 
 def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
@@ -67,7 +56,10 @@ def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
     Raises:
         ValueError: `model` is neither a Transformers nor a PEFT model.
     """
-    return PositionHooks(_register(unwrapped(model), "caller"))
+    hooks = PositionHooks()
+    for handle in _register(unwrapped(model), "caller"):
+        hooks.callback(handle.remove)
+    return hooks
 
 
 def register_fused_hooks(model: PreTrainedModel) -> None:

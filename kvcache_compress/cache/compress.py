@@ -107,7 +107,6 @@ class _Blocks:
     fused: bool
     wrapper: weakref.ref[Callable[..., Any]] | None = None  # a strong reference would keep the model alive
     hooks: PositionHooks | None = None
-    thread: int = field(default_factory=threading.get_ident)
     open: list[_Call] = field(default_factory=list)
 
 
@@ -130,10 +129,10 @@ def compress(
 
     Pipelines and other clients that only call `generate` work unchanged; their `cache_implementation` is ignored. Calls
     that pass a cache or `use_cache=False` are left alone. So are `generate` calls within `generate`: drafts of early
-    exit use a dense cache. Any thread may call `generate` and `stop`.
+    exit use a dense cache.
 
-    The latest call on a model applies. A `with` block interrupts earlier calls, which apply again after it. A call
-    without a block replaces earlier calls, and its `stop()` ends them too. Dropping a handle ends nothing.
+    The latest call on a model applies, in all threads. A `with` block interrupts earlier calls, which apply again after
+    it. A call without a block replaces earlier calls, and its `stop()` ends them too. Dropping a handle ends nothing.
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
@@ -141,8 +140,8 @@ def compress(
         fused: fused attention on, off, or (None) on if the model's attention can be switched.
 
     Raises:
-        ValueError: `CompressedCache` refuses the model or the config, another thread compresses the model, or the model
-            always uses a cache of its own (PEFT's prefix tuning).
+        ValueError: `CompressedCache` refuses the model or the config, or the model always uses a cache of its own
+            (PEFT's prefix tuning).
     """
     inner = compressible(model)
     config = load_config(compression)
