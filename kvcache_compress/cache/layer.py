@@ -94,7 +94,10 @@ class CompressedLayer(RowOperations):
             self._accepted = None
             if self.track is not None:
                 self.track = self.track.at(self.device, self.index)
-            self.storage = storage = new_storage(self, key_states.detach(), value_states.detach(), self.checks)
+            self.storage = storage = new_storage(
+                key_states.detach(), value_states.detach(), self.plan, self.compression, self.rope, self.track,
+                self.padding, self.checks,
+            )  # fmt: skip
             self.backend, self.group, self.flush_tokens = storage.backend, storage.windows.group, storage.windows.flush
             if self.max_cache_len is not None:
                 self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
