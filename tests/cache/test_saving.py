@@ -67,10 +67,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "dtype": (_tensor(f"{KEYS}.tail", torch.Tensor.half), r"keys\.tail is torch.float16"),
     "shape": (_tensor("layers.0.values.sinks", lambda x: x[:1]), r"layer 0: damaged: values\.sinks is"),
     "packed": (_tensor(f"{KEYS}.packed.scale", lambda x: x[:1]), r"keys\.packed\.scale"),
-    "rope": (lambda h, t, m: t.pop(ROPE), r"layer 1: damaged: no tensor 'rope\.2\.1'"),
+    "rope": (lambda h, t, m: t.pop(ROPE), r"layer 1: damaged: tensor 'rope\.2\.1'"),
     "short rope": (_tensor(ROPE, lambda x: x[:, :50]), r"rope\.2\.1 is torch.float16 \[2, 50, 32\]"),
-    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "an unknown tensor 'x'"),
-    "attribute": (_attribute(2, "more", 3), "layer 2: saved by another release of Transformers.* more"),
+    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "tensor 'x' belongs to no layer"),
+    "attribute": (_attribute(2, "more", 3), "layer 2: saved with another release of Transformers.* more"),
     "no attribute": (lambda h, t, m: h["layers"][2]["attributes"].pop("keys"), "layer 2: .* keys"),
     "tensor": (_attribute(2, "keys", {"tensor": "elsewhere"}), "layer 2: damaged: keys="),
 }  # fmt: skip
