@@ -328,6 +328,8 @@ class CompressedLayer(RowOperations):
         """Convert dense tokens to dtypes that hold old and new tokens without loss, and return those dtypes."""
         assert self.storage is not None
         k_held, v_held = (x.dtype for x in self.storage.dense_like.values())
+        if (k_held, v_held) == (keys, values):
+            return keys, values
         wider = torch.promote_types(k_held, keys), torch.promote_types(v_held, values)
         if wider != (k_held, v_held):
             with self.edited() as storage:
