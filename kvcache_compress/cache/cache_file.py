@@ -96,7 +96,7 @@ def load_cache(
     """
     place = Path(path).expanduser()
     if not isfile(place):
-        raise FileNotFoundError(f"cache file {quoted(str(place))}: there is no such file")
+        raise FileNotFoundError(f"cache file {quoted(str(place))}: no such file")
     file, tensors = read_model_file(str(place), f"cache file {str(place)!r}", KIND, VERSION)
     try:
         if broken := not_finite(tensors):

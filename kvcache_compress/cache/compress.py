@@ -47,7 +47,7 @@ class Compression:
         """The cache of the latest `generate` call; raises `RuntimeError` before the first call."""
         if self.cache is None:
             raise RuntimeError(
-                "no cache yet: no call of generate in this block made one (nor do use_cache=False or your own cache)"
+                "no cache yet: call model.generate first, without a cache of your own and without use_cache=False"
             )
         return self.cache
 
@@ -67,7 +67,7 @@ class Compression:
             blocks = None if model is None else _BLOCKS.get(model)
             if self._call.in_block or blocks is None or self._call not in blocks.open:
                 raise RuntimeError(
-                    "this compress call has ended or already has a with block; call compress(model, ...) again"
+                    "this compression has ended or already has a with block; call compress(model, ...) again"
                 )
             self._call.in_block = True
         return self
@@ -93,8 +93,8 @@ class _Call:
             return
         self.reported = True
         logger.warning(
-            "nothing was compressed: %s did not use the compressed cache that generate gave it. The model's "
-            "prepare_inputs_for_generation must pass the cache to its forward, and its forward to the attention layers",
+            "nothing was compressed: %s did not use the compressed cache that generate passed to it. Its "
+            "prepare_inputs_for_generation must pass the cache to forward, and forward to the attention layers",
             type(model).__name__,
         )
 
@@ -152,11 +152,6 @@ def compress(
 def _enter(model: PreTrainedModel, call: _Call) -> None:
     with _ENTERING:
         blocks = _BLOCKS.get(model) or _Blocks(vars(model).get("generate"), attends_fused(model))
-        if blocks.thread != threading.get_ident():
-            raise ValueError(
-                f"model={type(model).__name__}: another thread compresses it. End that compress call first "
-                "(stop(), or the end of its with block), or just call generate, which any thread may do"
-            )
         _switch(model, call, blocks)
         blocks.open.append(call)
         if model not in _BLOCKS:
@@ -196,7 +191,10 @@ def _switch(model: PreTrainedModel, call: _Call, blocks: _Blocks) -> None:
         enable_fused_attention(model)
         return
     if call.fused is None:
-        logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
+        logger.warning(
+            "%s does not use Transformers' attention interface, so each step decodes its cache, which is slower",
+            type(model).__name__,
+        )
     else:
         disable_fused_attention(model)
     if blocks.hooks is None:

@@ -226,7 +226,7 @@ class CompressedLayer(RowOperations):
         """Trace an `update`: add operators to the graph that store and attend when the compiled code runs."""
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             raise ValueError(
-                "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
+                "compiled models cannot backpropagate through a compressed cache; use torch.no_grad() or run uncompiled"
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
@@ -302,8 +302,8 @@ class CompressedLayer(RowOperations):
             assert self.storage is not None
             if keys.shape[0] != self.batch_size:
                 raise ValueError(
-                    f"batch of {keys.shape[0]} for a cache that holds {self.batch_size}: use batch_select_indices or "
-                    "batch_repeat_interleave to change it, or reset() to start anew"
+                    f"batch of {keys.shape[0]} for a cache that holds {self.batch_size}: change its batch with "
+                    "batch_select_indices or batch_repeat_interleave, or empty it with reset()"
                 )
             k_held, v_held = self._widened(keys.dtype, values.dtype)
             self._accepted = like if (k_held, v_held) == (keys.dtype, values.dtype) else None

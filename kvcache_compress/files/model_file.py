@@ -87,7 +87,7 @@ class ModelFile:
         """
         file = Path(path).expanduser()
         if not isfile(file):
-            raise ValueError(f"{what}: there is no such file. {advice}")
+            raise ValueError(f"{what}: no such file. {advice}")
         stat = file.stat()
         return _open(str(file), what, kind, version, stat.st_mtime_ns, stat.st_size)
 
@@ -160,20 +160,20 @@ def read_model_file(
                 if keep:
                     tensors[name] = tensor
     except SafetensorError as error:
-        raise _refusal(what, f"damaged, or no safetensors file: {error}") from None
+        raise _refusal(what, f"damaged, or not a safetensors file: {error}") from None
     except OSError as error:
         raise _refusal(what, f"{str(path)!r} cannot be read: {error}") from None
     if metadata.get("kind") != f"kvcache_compress.{kind}":
-        raise _refusal(what, f"not a file of {kind} of kvcache-compress")
+        raise _refusal(what, f"not a kvcache-compress file of {kind}")
     if metadata.get("version") != str(version):
-        raise _refusal(what, f"format version {metadata.get('version')!r}, this release reads {str(version)!r}")
+        raise _refusal(what, f"has format version {metadata.get('version')!r}, but this release reads {str(version)!r}")
     if digest.hexdigest() != metadata.get("sha256"):
-        raise _refusal(what, "damaged: its contents do not agree with its checksum")
+        raise _refusal(what, "damaged: its contents do not match its checksum")
     try:
         header = json.loads(text)
         facts = ModelFacts(**header.pop("model"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _refusal(what, f"damaged: its header has no model ({error})") from None
+        raise _refusal(what, f"damaged: its header names no model ({error})") from None
     return ModelFile(path, what, facts, header, dtypes, shapes), tensors
 
 
@@ -234,7 +234,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of a tensor with NaN or infinity, or None."""
+    """Name of the first tensor with NaN or infinity, or None."""
     floats = (name for name, tensor in tensors.items() if tensor.is_floating_point())
     return next((name for name in floats if not tensors[name].isfinite().all()), None)
 

@@ -83,7 +83,7 @@ def test_a_recurrent_state_beside_attention_follows_the_batch(tmp_path: Path) ->
     torch.testing.assert_close(layer.recurrent_states[0], before[[1, 0]], atol=0, rtol=0)
     torch.testing.assert_close(layer.keys, keys[[1, 0]], atol=0, rtol=0)
     assert not cache.is_croppable
-    with pytest.raises(ValueError, match="layer 0, a HybridCompressedLayer, keeps no past to go back to"):
+    with pytest.raises(ValueError, match="layer 0, a HybridCompressedLayer, cannot be cropped"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="layer 0, with a recurrent state beside its keys and values, cannot be saved"):
         cache.save(tmp_path / "cache.safetensors")

@@ -246,7 +246,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
     for place, message in (("folder.safetensors", "is a folder"), ("text.txt/x.safetensors", "writable folder")):
         with pytest.raises(ValueError, match=message):
             calibrate(model, ["nowhere.txt"], tmp_path / place)
-    with pytest.raises(ValueError, match=r"context=1: allowed more than the 1 tokens"):
+    with pytest.raises(ValueError, match=r"context=1: must be more than 1"):
         read_windows(text, Characters(), 4, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"text=\[\]"):
         read_windows([], Characters(), 64, 64)  # type: ignore[arg-type]
