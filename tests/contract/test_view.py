@@ -1,4 +1,4 @@
-"""Keys and values in the hands of others: views in place of tensors, and writes, which reach dense tokens."""
+"""Keys and values in the hands of others: views in place of tensors."""
 
 import copy
 import gc
