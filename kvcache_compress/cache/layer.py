@@ -149,22 +149,76 @@ class CompressedLayer(RowOperations):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys, decoded to a new tensor `[B, H, T, D]`; None before the first update.
+        """All keys, decoded: `[B, H, T, D]`. None before the first update.
 
-        Writing into that tensor does not change the layer.
+        Writing into them, or assigning, changes the dense tokens; it raises `ValueError` if packed tokens would change.
         """
         return self._dense("keys")
+
+    @keys.setter
+    def keys(self, x: torch.Tensor) -> None:
+        self._assign("keys", x)
 
     @property
     def values(self) -> torch.Tensor | None:
         """All values, decoded, as `keys`."""
         return self._dense("values")
 
+    @values.setter
+    def values(self, x: torch.Tensor) -> None:
+        self._assign("values", x)
+
     def _dense(self, side: Side) -> torch.Tensor | None:
         if self.storage is None:
             return None
         self._fetch(self.storage)
-        return replace(self.storage.sides[side].view(), capacity=None).dense()
+        view = replace(self.storage.sides[side].view(), capacity=None)
+        self._hand_out(view)
+        return view.writable()
+
+    def _assign(self, side: Side, x: torch.Tensor) -> None:
+        held = self._dense(side)
+        if held is None or not isinstance(x, torch.Tensor) or x.shape != held.shape:
+            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else x
+            holds = "no tokens" if held is None else f"{side} of shape {tuple(held.shape)}"
+            raise ValueError(
+                f"{side} of layer {self.index} cannot be set to {got}: the layer holds {holds}. Use update() to add "
+                "tokens, crop() or reset() to remove them, and batch_select_indices() for other rows"
+            )
+        held.copy_(x)
+
+    def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
+        """Write decoded tokens `x` `[B, H, T, D]` to the dense tokens where they differ from `old`.
+
+        Raises:
+            ValueError: packed tokens would change, or tokens to be packed are not finite. Nothing has changed then.
+        """
+        assert self.storage is not None
+        self._fetch(self.storage)
+        with self.edited() as storage:
+            state, tokens = storage.sides[side], storage.tokens
+            x, old = x[:, :, :tokens], old[:, :, :tokens]  # writes to unused capacity have no effect
+            if (rows := self.padding.rows) is not None:
+                x, old = (rows.exchange_(y.clone().mT, self.plan.sink_tokens).mT for y in (x, old))
+            changed = x != old
+            first, packed = state.sinks.shape[2], state.store.tokens
+            if changed[:, :, first : first + packed].any():
+                raise ValueError(
+                    f"{side} of layer {self.index} cannot be written at tokens {first} to {first + packed - 1}: these "
+                    f"{packed} of {tokens} are packed, and packed tokens never change. Write to the first {first} and "
+                    f"the last {tokens - first - packed} only, keep more tokens dense (sink_tokens, recent_tokens), or "
+                    "give this layer the method none"
+                )
+            if tokens > first + packed:
+                self._checks.add(side, torch.where(changed, x, 0)[:, :, first + packed :])
+            held = state.view()
+            held.write(x, changed)
+            state.sinks = held.sinks
+            state.tail.replace(held.tail_buffer)
+        for reference in self._views:
+            view = reference()
+            if view is not None and view.owner is not None and view.side == side and view.slots is None:
+                view.write(x, changed)
 
     def _fetch(self, storage: DynamicStorage | StaticStorage) -> None:
         if storage.dense_like["keys"].device != self.device:
