@@ -423,9 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(work([job for job in jobs if job not in rows], sizes, options.output, commit))
     end = time.monotonic() + 60 * options.minutes
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    append_row(
-        options.output, {"run": circumstances(current_device(), "flash-attn", "flashinfer-python"), "commit": commit}
-    )
+    append_row(options.output, {"run": circumstances(current_device()), "commit": commit})
     command = [sys.executable, __file__, *arguments, "--worker"]
     supervise(command, jobs, options.output, commit, end, options.row_seconds)
     rows = read_rows(options.output, commit)

@@ -1,7 +1,6 @@
 """KV-cache compression for Hugging Face Transformers. Importing this package patches nothing.
 
-Public names are imported when they are first used: torch and Transformers take seconds, which a command's help can do
-without.
+Public names are imported when they are first used, because importing torch and Transformers takes seconds.
 """
 
 from importlib import import_module
@@ -28,26 +27,18 @@ if TYPE_CHECKING:
     from .config import preset_names as preset_names
     from .config import register_method as register_method
 
-_HOMES = {
-    "CommVQCache": "cache.by_method",
-    "CompressedCache": "cache.compressed_cache",
-    "CompressionConfig": "config",
-    "KIVICache": "cache.by_method",
-    "PolarQuantCache": "cache.by_method",
-    "QJLCache": "cache.by_method",
-    "SpectralCache": "cache.by_method",
-    "TurboQuantCache": "cache.by_method",
-    "compress": "cache.compress",
-    "disable_fused_attention": "attention.interface",
-    "enable_fused_attention": "attention.interface",
-    "get_method": "config",
-    "load_config": "config",
-    "method_names": "config",
-    "preset_names": "config",
-    "register_method": "config",
-    "register_position_hooks": "attention.position_hooks",
-}
-"""Module of each public name."""
+_NAMES = {
+    "attention.interface": ("disable_fused_attention", "enable_fused_attention"),
+    "attention.position_hooks": ("register_position_hooks",),
+    "cache.by_method": (
+        "CommVQCache", "KIVICache", "PolarQuantCache", "QJLCache", "SpectralCache", "TurboQuantCache",
+    ),
+    "cache.compress": ("compress",),
+    "cache.compressed_cache": ("CompressedCache",),
+    "config": ("CompressionConfig", "get_method", "load_config", "method_names", "preset_names", "register_method"),
+}  # fmt: skip
+"""Public names by module."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 
 

@@ -135,11 +135,14 @@ class LayerRule(StrictOptions):
     @model_validator(mode="after")
     def _method_or_sides(self) -> LayerRule:
         if self.method is not None and (self.keys is not None or self.values is not None):
-            raise ValueError("a rule has either 'method', for both sides, or 'keys' and 'values'")
+            raise ValueError("a rule takes 'method' for both sides, or 'keys' and 'values'; drop one of them")
         if self.method is not None:
             SideConfig(method=self.method)
         if all(value is None for name, value in self if name != "match"):
-            raise ValueError(f"match={quoted(self.match)}: a rule needs 'method', 'keys', 'values' or a window")
+            raise ValueError(
+                f"match={quoted(self.match)}: the rule changes nothing; add method, keys, values, sink_tokens or "
+                "recent_tokens"
+            )
         return self
 
     def layers(self, layer_types: Sequence[str]) -> set[int]:
@@ -167,7 +170,7 @@ class LayerRule(StrictOptions):
                 present = ", ".join(sorted(set(layer_types)))
                 raise ValueError(f"match={quoted(item)}: this model has no such layer type; it has {present}")
             if not wanted or wanted[0] < -count or wanted[-1] >= count:
-                raise ValueError(f"match={item!r}: this model has layers 0 to {count - 1}")
+                raise ValueError(f"match={item!r}: this model has layers 0 to {count - 1} only")
             found |= {index % count for index in wanted}
         return found
 
@@ -203,7 +206,8 @@ class LayerPlan:
         if len(sizes) > 1:
             raise ValueError(
                 f"{self.keys.method} for keys and {self.values.method} for values need cos and sin of groups of "
-                f"{' and '.join(map(str, sorted(sizes)))} tokens: allowed groups of one size"
+                f"{' and '.join(map(str, sorted(sizes)))} tokens, but a cache can store only one of these; change the "
+                "method of one side"
             )
         return (self.sink_tokens, sizes.pop()) if sizes else None
 
@@ -253,10 +257,12 @@ class CompressionConfig(StrictOptions):
     def _check_static(self) -> CompressionConfig:
         if self.max_cache_len is not None and not self.quantize_generated:
             raise ValueError(
-                "quantize_generated=False: allowed True with max_cache_len, whose dense buffers cannot grow"
+                "quantize_generated must be True with max_cache_len: the dense window of a static cache cannot grow"
             )
         if self.max_cache_len is not None and self.offloading:
-            raise ValueError("offloading=True: allowed False with max_cache_len, whose buffers cannot be moved")
+            raise ValueError(
+                "offloading must be False with max_cache_len: the buffers of a static cache cannot be moved"
+            )
         return self
 
     @model_validator(mode="after")
@@ -267,11 +273,16 @@ class CompressionConfig(StrictOptions):
             for side, chosen in (("keys", plan.keys), ("values", plan.values)):
                 for name, need in chosen.idle().items():
                     value = quoted((chosen.model_extra or {})[name])
-                    raise ValueError(f"{place}{side}.{name}={value} for {chosen.method}: allowed only with {need}")
+                    raise ValueError(
+                        f"{place}{side}.{name}={value} for {chosen.method}: has an effect only with {need}"
+                    )
         for number, rule in enumerate(self.layers):
             for name in ("sink_tokens", "recent_tokens"):
                 if getattr(rule, name) is not None and not plans[f"layers.{number}."].compresses:
-                    raise ValueError(f"layers.{number}.{name}: allowed only where keys or values are compressed")
+                    raise ValueError(
+                        f"layers.{number}.{name}={getattr(rule, name)}: has an effect only where keys or values are "
+                        "compressed"
+                    )
         return self
 
     @classmethod
@@ -361,7 +372,7 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
         return CompressionConfig.of(source, "config")
     if not isinstance(source, (str, Path)):
         raise ValueError(
-            f"config={quoted(source)}: allowed a preset's name, a path, a dictionary or a CompressionConfig"
+            f"config={quoted(source)}: must be a preset's name, a path, a dictionary or a CompressionConfig"
         )
     path, name = Path(source), str(source)
     if path.suffix in (".yaml", ".yml") or isfile(path) or (name and name not in preset_names() and isdir(path)):
@@ -371,10 +382,10 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
     else:
         known = [*BUDGETS, *preset_names()]
         near = get_close_matches(name[:100].lower(), known, 1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the presets are {', '.join(known)}"
         raise ValueError(f"unknown preset {quoted(name)}: {hint}")
     if not isinstance(data, dict):
-        raise ValueError(f"{name}: a mapping is needed at the top, with 'keys' and 'values'")
+        raise ValueError(f"{name}: must be a mapping with 'keys' and 'values'")
     return CompressionConfig.of(data, name)
 
 

@@ -91,7 +91,7 @@ def parse_size(given: str, name: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-zA-Z]{0,3})\s*", given)
     unit = None if match is None else _SIZES.get(match[2].lower())
     if match is None or unit is None or float(match[1]) <= 0 or (unit == 1 and not float(match[1]).is_integer()):
-        raise ValueError(f"{name}={quoted(given)}: must be a number such as 2GB, 1.5GiB or 128K")
+        raise ValueError(f"{name}={quoted(given)}: must be a size such as 2GB, 1.5GiB or 128K")
     return max(1, round(float(match[1]) * unit))
 
 
@@ -186,9 +186,10 @@ def explain(error: ValidationError, where: str, models: Mapping[str, type[BaseMo
         elif issue["type"] == "value_error":
             lines.append(_placed(place, str(issue["ctx"]["error"])))
         elif issue["type"] == "missing":
-            lines.append(f"{place}{of}: field required")
+            lines.append(f"{place}{of}: is required")
         else:
-            lines.append(f"{place}={quoted(issue['input'])}{of}: {issue['msg'][0].lower()}{issue['msg'][1:]}")
+            problem = issue["msg"].replace("Input should", "must", 1)
+            lines.append(f"{place}={quoted(issue['input'])}{of}: {problem[0].lower()}{problem[1:]}")
     distinct = list(dict.fromkeys(lines))
     more = len(distinct) - _MOST_COMPLAINTS
     return "; ".join(distinct[:_MOST_COMPLAINTS]) + (f"; and {more} more" if more > 0 else "")

@@ -165,8 +165,8 @@ def _warn_of_decoding(unknown: str) -> None:
     if unknown not in _WARNED:
         _WARNED.add(unknown)
         logger.warning(
-            "fused attention does not support %s: steps with it decode all packed tokens, which is slower. Leave it "
-            "out if you pass it yourself",
+            "fused attention does not support %s, so steps with it decode all packed tokens, which is slower. If you "
+            "set it yourself, leave it out",
             unknown,
         )
 
@@ -212,8 +212,8 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
     if decoder._attn_implementation != ATTENTION_NAME:
         if not inner._can_set_attn_implementation():
             raise ValueError(
-                f"{type(inner).__name__} does not take its attention from Transformers' attention interface, so it "
-                "cannot be switched; compressed caches work with it without fused attention, only slower"
+                f"{type(inner).__name__} does not take its attention from Transformers' attention interface, so fused "
+                "attention is impossible. Compressed caches work without it, only slower"
             )
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
         AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)

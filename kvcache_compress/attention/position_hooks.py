@@ -1,30 +1,22 @@
 """Forward hooks that give a cache what `update` does not receive: positions, the mask and the decoder's config.
 
 Caches that encode keys before RoPE need the position embeddings. The config holds the switch of fused attention; a
-cache may have been built from another config object with the same content. With fused attention on, two more hooks
-watch the first step over packed tokens and warn if the model's attention does not read them packed.
+cache may have been built from another config object with the same content.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_compress.modeling.adapters import unwrapped
-from kvcache_compress.storage.view import PathTaken, record_paths
-
-logger = logging.getLogger(__name__)
-_REPORTED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models for which a warning already said that fused attention has no effect."""
 
 _FUSED = "fused attention"
 """Owner of the hooks added by `enable_fused_attention`; hooks of `register_position_hooks` belong to its caller."""
@@ -45,33 +37,11 @@ class ModelListener:
         """Receive the position embeddings `(cos, sin)` of a step's `tokens` tokens from the attention of `layer`."""
         raise NotImplementedError
 
-    @property
-    def packed_tokens(self) -> int:
-        """Packed tokens per sequence."""
-        raise NotImplementedError
 
-    @property
-    def is_compileable(self) -> bool:
-        """True if tensor shapes stay the same from step to step."""
-        raise NotImplementedError
+class PositionHooks(ExitStack):
+    """Hooks added by `register_position_hooks`. `remove()`, or the end of a `with` block, removes them."""
 
-
-class PositionHooks:
-    """Handle of the hooks added by `register_position_hooks`; also a context manager that removes them at its end."""
-
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove the hooks from the model; calling it again does nothing."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    remove = ExitStack.close
 
 
 def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
@@ -86,25 +56,22 @@ def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
     Raises:
         ValueError: `model` is neither a Transformers nor a PEFT model.
     """
-    return PositionHooks(_register(unwrapped(model), "caller"))
+    hooks = PositionHooks()
+    for handle in _register(unwrapped(model), "caller"):
+        hooks.callback(handle.remove)
+    return hooks
 
 
 def register_fused_hooks(model: PreTrainedModel) -> None:
     """Add the hooks of fused attention, unless the model already has them (a copied model keeps its hooks)."""
     if not any(True for _ in _fused_hooks(model)):
         _register(model, _FUSED)
-        if model in _REPORTED:
-            return
-        watch = _Watch()
-        model.register_forward_pre_hook(functools.partial(_begin, watch), with_kwargs=True)
-        model.register_forward_hook(functools.partial(_end, watch))
 
 
 def remove_fused_hooks(model: PreTrainedModel) -> None:
     """Remove the hooks of fused attention, also from a copy of the model that received them."""
     for module, number in list(_fused_hooks(model)):
         del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
-    _stop_watching(model)
 
 
 def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
@@ -118,68 +85,6 @@ def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
             hook = functools.partial(_hand_over, owner, names)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
-
-
-class _Watch:
-    """Records the attention paths of one forward."""
-
-    def __init__(self) -> None:
-        self.taken: list[PathTaken] | None = None
-        self._open = ExitStack()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
-        return _Watch()
-
-    def begin(self) -> None:
-        self.taken = self._open.enter_context(record_paths())
-
-    def end(self) -> list[PathTaken] | None:
-        """Stop recording and return the paths, or None if this forward was not watched."""
-        self._open.close()
-        taken, self.taken = self.taken, None
-        return taken
-
-
-def _begin(watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Start recording if a growing cache in this forward holds packed tokens.
-
-    Forwards with gradients are skipped because their attention gets decoded tokens. Static caches are skipped because
-    recorded CUDA graphs report no path.
-    """
-    if torch.compiler.is_compiling():
-        return
-    watch.end()  # An error may have left the last recording open.
-    if torch.is_grad_enabled():
-        return
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, ModelListener))
-    if any(cache.packed_tokens for cache in given if not cache.is_compileable):
-        watch.begin()
-
-
-def _end(watch: _Watch, module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Warn if the model's attention never saw packed tokens; one watched forward is enough, so remove both hooks."""
-    if torch.compiler.is_compiling() or (taken := watch.end()) is None:
-        return
-    _stop_watching(module)
-    if not taken:
-        _REPORTED.add(module)
-        logger.warning(
-            "fused attention has no effect on %s: its attention transforms the cached keys and values before it "
-            "attends, so each step decodes them. Results are right, but not faster. To avoid this message, call "
-            "disable_fused_attention(model), or compress with fused=False",
-            type(module).__name__,
-        )
-
-
-def _stop_watching(model: torch.nn.Module) -> None:
-    for hooks, extra in (
-        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
-        (model._forward_hooks, {}),
-    ):
-        for number, hook in list(hooks.items()):
-            if isinstance(hook, functools.partial) and hook.func in (_begin, _end):
-                del hooks[number]
-                extra.pop(number, None)
 
 
 def _fused_hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]]:

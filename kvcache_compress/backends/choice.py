@@ -65,4 +65,4 @@ def resolve_backend(choice: str, device: torch.device, codecs: Iterable[tuple[ty
 
 @cache
 def _log_once(backend: str, device: str) -> None:
-    logger.info("packed cache on %s runs on the %s backend", device, backend)
+    logger.info("compressed caches on %s use the %s back end", device, backend)

@@ -61,5 +61,5 @@ def _problem() -> str | None:
     """Compile the C++ code if needed; return why it is unavailable, or None."""
     problem: str | None = build.problem()
     if problem:
-        logger.warning("no C++ code on CPUs, which makes compressed caches slower: %s", problem)
+        logger.warning("the C++ kernels are unavailable, so compressed caches are slower on this CPU: %s", problem)
     return problem

@@ -56,12 +56,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
     Additive masks are clamped to -1e30 (float16: -6e4). Temporary memory: one tile of decoded keys and values, its mask
     for a block of queries, and the output in float32.
-
-    Raises:
-        ValueError: the call has a softcap.
     """
-    if call.softcap is not None:
-        raise ValueError(f"tiled attention does not support softcap (got {call.softcap})")
     query = call.query
     batch, heads, count, _ = query.shape
     groups, tokens = heads // keys.sinks.shape[1], keys.tokens

@@ -1,7 +1,7 @@
 """Compare attention, before it is timed, with plain attention over decoded keys and values of the same shape.
 
-Only two sequences of the batch are compared, so that 32 of 128K tokens take a fraction of a second: the last one, whose
-codes lie farthest in memory, and a random one. The others must at least be finite.
+Only two sequences of the batch are compared, which keeps it fast at long contexts: the last one, whose codes lie
+farthest in memory, and a random one. The others must at least be finite.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.storage.view import View
 
 ATTENTION_BAR = 2e-3
-"""Allowed RMS of the difference relative to the RMS of the output, in addition to rounding of the output."""
+"""Largest RMS of the difference relative to the RMS of the output, in addition to rounding of the output."""
 LIBRARY_BAR = 1e-2
-"""The same bound for attention of other libraries, which round weights to bfloat16."""
+"""The same bound for PyTorch's attention, which rounds weights to bfloat16."""
 
 
 class Comparison(NamedTuple):
-    """Relative error of attention, None if there is NaN or infinity, and why its time is not valid, or None."""
+    """Result of a comparison.
+
+    error: relative error of attention; None if it returned NaN or infinity.
+    problem: why its time does not count, or None.
+    """
 
     error: float | None
     problem: str | None
@@ -60,7 +64,7 @@ def compare(
 
     Args:
         read: returns keys and values `[n, H, T, D]` of n rows of the batch, in float32.
-        bar: allowed error in addition to rounding of the output.
+        bar: largest error in addition to rounding of the output.
         mask: `[B, 1, 1, T]`, True for tokens that are attended to; None for all.
     """
     batch = len(query)
@@ -104,12 +108,12 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def allowed_error(expected: torch.Tensor, dtype: torch.dtype, bar: float = ATTENTION_BAR) -> float:
-    """Allowed relative error of attention in `dtype` with this `expected` result."""
+    """Largest relative error of attention in `dtype` that counts as rounding, for this `expected` result."""
     return math.hypot(bar, relative_error(expected.to(dtype), expected))
 
 
 def attention_problem(error: float, allowed: float) -> str | None:
-    """Reason why the time of attention with this error is not valid, or None."""
+    """Return why the time of attention with this error does not count, or None."""
     if error <= allowed:  # False for NaN
         return None
-    return f"attention differs by {error:.1e} of its size: allowed {allowed:.1e}"
+    return f"attention differs by {error:.1e} of its size, more than {allowed:.1e}"

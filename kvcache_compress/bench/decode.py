@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,8 @@ from kvcache_compress.storage.view import View
 
 from .compare import LIBRARY_BAR, compare, compare_views
 from .layers import Shape, encoded_side, middle_layer, named_config
-from .peers import OTHERS, peers
-from .timing import kernel_ms, median_ms
+from .peers import peers
+from .timing import median_ms
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class DecodeTime:
     """Time of decode attention with one cache, shape, batch and length.
 
     Attributes:
-        cache: preset; `none` for our kernel over uncompressed keys and values, or `full` for the fastest of others.
+        cache: preset; `none` for our kernel over uncompressed keys and values, or `full` for PyTorch's own attention.
         shape: name of the model's shape.
         milliseconds: median time of one layer and step.
         gigabytes_per_second: stored bytes of the layer, divided by that time.
@@ -36,8 +35,7 @@ class DecodeTime:
         speedup: speed-up over `full` at the same batch and length.
         bound: speed-up that the number of bytes would allow.
         attention_error: relative error of some rows, compared before the timing (`compare.py`).
-        kernels: milliseconds of each kernel of the call, by the profiler; None without one.
-        libraries: of `full`, milliseconds of each library, or why there are none.
+        libraries: only for `full`: milliseconds of each attention function, or why it was not timed.
         call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
         invalid: why the time does not count.
         error: why there are no figures.
@@ -53,7 +51,6 @@ class DecodeTime:
     speedup: float | None = None
     bound: float | None = None
     attention_error: float | None = None
-    kernels: dict[str, float] | None = None
     libraries: dict[str, float | str] | None = None
     call: str = "plain"
     invalid: str | None = None
@@ -63,20 +60,19 @@ class DecodeTime:
 def full_time(
     name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
 ) -> DecodeTime:
-    """Time attention with grouped queries over uncompressed keys and values, by the fastest library that is right.
+    """Time PyTorch's fastest correct attention with grouped queries over uncompressed keys and values.
 
     Raises:
-        ValueError: no library's attention works, or none is right.
+        ValueError: no attention function works, or none is correct.
     """
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
     libraries: dict[str, float | str] = {}
-    best: tuple[float, float | None, dict[str, float] | None] | None = None
+    best: tuple[float, float | None] | None = None
     for library, make in peers(device).items():
         try:
-            given = [x.transpose(1, 2).contiguous() if library in OTHERS else x for x in (keys, values)]
-            attend = make(query, *given)
+            attend = make(query, keys, values)
             error, problem = compare(
                 attend, query, lambda rows: (keys[rows].float(), values[rows].float()), shape.head_dim**-0.5,
                 LIBRARY_BAR,
@@ -85,15 +81,15 @@ def full_time(
                 raise ValueError(problem)
             libraries[library] = time = median_ms(attend, device, repeats)
             if best is None or time < best[0]:
-                best = time, error, _kernels(attend, device)
+                best = time, error
         except Exception as failure:
             libraries[library] = error_message(failure)[:200]
     if best is None:
         raise ValueError("; ".join(f"{library}: {why}" for library, why in libraries.items()))
-    time, error, kernels = best
+    time, error = best
     return DecodeTime(
         "full", name, batch, tokens, time, (keys.nbytes + values.nbytes) / time / 1e6, 8.0 * dtype.itemsize,
-        attention_error=error, kernels=kernels, libraries=libraries,
+        attention_error=error, libraries=libraries,
     )  # fmt: skip
 
 
@@ -125,21 +121,12 @@ def compressed_time(
     numbers = 2 * batch * shape.kv_heads * keys.shape[2] * shape.head_dim
     return DecodeTime(
         preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers,
-        attention_error=error, kernels=_kernels(attend, device), call=call, invalid=problem,
+        attention_error=error, call=call, invalid=problem,
     )  # fmt: skip
 
 
-def _kernels(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
-    """Milliseconds of a call's kernels; None, with the reason on standard error, where there is no profiler."""
-    try:
-        return kernel_ms(call, device) or None
-    except Exception as error:
-        print(f"no times of kernels: {error_message(error)}", file=sys.stderr)
-        return None
-
-
 def _left_padding(keys: View) -> torch.Tensor:
-    """Mask `[B, 1, 1, T]` that hides a few of the first tokens, more of each sequence of a batch than of the last."""
+    """Mask `[B, 1, 1, T]` that hides the first 3 i tokens of sequence i."""
     batch, _, tokens, _ = keys.shape
     hidden = 3 * torch.arange(batch, device=keys.device)[:, None]
     return (torch.arange(tokens, device=keys.device) >= hidden)[:, None, None]

@@ -17,12 +17,7 @@ from kvcache_compress.cache.estimate import MODELS
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.base import Codec, CodecContext, MethodOptions, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
-from kvcache_compress.methods.commvq.codebook_file import (
-    CENTRES,
-    group_count,
-    rounds_for,
-    write_codebooks,
-)
+from kvcache_compress.methods.commvq.codebook_file import CENTRES, group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.shared.rope_track import RopeTrack
@@ -37,11 +32,6 @@ class Shape:
     query_heads: int
     kv_heads: int
     head_dim: int
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes per token and layer of an uncompressed 16-bit cache."""
-        return 2 * 2 * self.kv_heads * self.head_dim
 
 
 SHAPES = {name: Shape(*sizes[1:]) for name, sizes in MODELS.items()}
@@ -158,13 +148,13 @@ def encoded_side(
         backend: name of the back end that encodes, here and later.
 
     Raises:
-        ValueError: the method does not support the head dimension, or `packed` is no multiple of its group.
+        ValueError: the method does not support the head dimension, or `packed` is not a multiple of its group.
     """
     device = device or torch.device("cpu")
     first, last = windows
     codec = BACKENDS[backend].bind(build_codec(method, options, side, head_dim, heads, dtype, device))
     if packed % codec.group:
-        raise ValueError(f"{packed} packed tokens for {method}: allowed multiples of {codec.group}")
+        raise ValueError(f"packed tokens must be a multiple of {codec.group} for {method} (got {packed})")
     count = max(packed if codes == "encoded" else 128, *windows)
     tokens = torch.randn(batch, heads, count, head_dim, device=device).to(dtype)
     codec.prepare(tokens)

@@ -1,4 +1,4 @@
-"""Times of decode attention on this machine for a model's shape, with a file and a plot."""
+"""Time decode attention on this machine for a model's shape."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 from kvcache_compress.cache.estimate import model_shape
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import circumstances, without_folders, write_atomically
-from kvcache_compress.eval.reporting.drawing import require_matplotlib
 
 from .decode import DecodeTime, measure_decode
 from .layers import Shape
-from .plot import decode_plot
 from .timing import copy_bandwidth
 
 PRESETS = ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi-2bit", "qjl-3bit", "polarquant-rope-4bit")
@@ -27,13 +25,12 @@ DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16", "float
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Times by cache and length, the attention's shape, a copy's bandwidth in GB/s, a title, and the files written."""
+    """Times by cache and length, the attention's shape, a copy's bandwidth in GB/s, and a title."""
 
     rows: list[DecodeTime]
     shape: Shape
     bandwidth: float
     title: str
-    written: list[Path]
 
 
 def attention_shape(model: str) -> Shape:
@@ -51,7 +48,6 @@ def run_bench(
     dtype: str | None = None,
     device: str | None = None,
     output: Path | None = None,
-    plot: Path | None = None,
     on_row: Callable[[DecodeTime], None] = lambda row: None,
 ) -> BenchResult:
     """Measure one layer's attention over the full cache and over each preset's.
@@ -65,12 +61,10 @@ def run_bench(
         dtype: dtype of the model; the device's default if None.
         device: `cpu` or `cuda`; if None the GPU, if there is one.
         output: JSON file for all figures and how they were measured.
-        plot: PNG file for a plot of milliseconds against tokens.
         on_row: called with each time as it is measured.
 
     Raises:
         ValueError, OSError: an argument is invalid; raised before anything is measured.
-        ImportError: a plot is wanted and matplotlib is not installed.
     """
     shape = attention_shape(model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,13 +73,8 @@ def run_bench(
     dtype = dtype or DTYPES[device][0]
     if dtype not in DTYPES[device]:
         raise ValueError(f"dtype={dtype!r} on {device}: must be one of {', '.join(DTYPES[device])}")
-    if plot is not None and plot.suffix != ".png":
-        raise ValueError(f"plot={plot}: must end in .png")
-    for path in (output, plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
-    if plot is not None:
-        require_matplotlib()
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"output={str(output)!r}: there is no folder {str(output.parent)!r}")
     presets = list(dict.fromkeys(presets or PRESETS))
     for preset in presets:
         load_config(preset)
@@ -97,13 +86,8 @@ def run_bench(
     for row in measure_decode(presets, {name: shape}, batches, lengths, place, repeats, getattr(torch, dtype)):
         rows.append(replace(row, cache=Path(row.cache).name))
         on_row(rows[-1])
-    title, written = f"decode attention of one layer of {name} on {device}, {dtype}", []
     if output is not None:
         contents = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}
         contents |= {"heads": asdict(shape), "repeats": repeats, "decode": [asdict(row) for row in rows]}
         write_atomically(output, json.dumps(contents, indent=1) + "\n")
-        written.append(output)
-    if plot is not None and any(row.milliseconds is not None for row in rows):
-        decode_plot(rows, title, plot)
-        written.append(plot)
-    return BenchResult(rows, shape, bandwidth, title, written)
+    return BenchResult(rows, shape, bandwidth, f"decode attention of one layer of {name} on {device}, {dtype}")

@@ -12,17 +12,19 @@ import torch
 FLUSH_BYTES = 1 << 30
 """Bytes read before each call, many times a GPU's L2 cache. At 4 TB/s this takes a quarter of a millisecond, during
 which Python queues the call, so that Python's time is not measured unless it is longer."""
-LONGEST_NAME = 80
-"""Characters of a kernel's name that are kept."""
 
 
 def median_ms(
     call: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3, flushes: int = 1
 ) -> float:
-    """Median milliseconds of a call; on a GPU by its events, and with an L2 cache full of other, unchanged data.
+    """Median milliseconds of a call. On a GPU by its events, and with an L2 cache full of other, unchanged data.
 
-    `warmup`: calls before them, but no more than `repeats`.
-    `flushes`: number of times that `FLUSH_BYTES` are read before a call, more for calls that keep Python longer.
+    Args:
+        call: the function to time.
+        device: where it runs.
+        repeats: number of timed calls.
+        warmup: number of calls before them, at most `repeats`.
+        flushes: how often `FLUSH_BYTES` are read before a call; more for calls that keep Python busy longer.
     """
     for _ in range(min(warmup, repeats)):
         call()
@@ -43,35 +45,6 @@ def median_ms(
             call()
             times.append(1000 * (time.perf_counter() - begun))
     return statistics.median(times)
-
-
-def kernel_ms(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> dict[str, float]:
-    """Milliseconds of each kernel that a call launches, by name, medians by PyTorch's profiler; empty without a GPU.
-
-    Raises:
-        RuntimeError: the profiler does not work here.
-    """
-    if device.type != "cuda":
-        return {}
-    other = _other_data(device)
-    call()
-    seen: list[dict[str, list[float]]] = []
-    for profiled in (lambda: None, call):
-        torch.cuda.synchronize(device)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeats):
-                other.sum()
-                profiled()
-            torch.cuda.synchronize(device)
-        found: dict[str, list[float]] = {}
-        for event in profile.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                found.setdefault(event.name[:LONGEST_NAME], []).append(event.time_range.elapsed_us() / 1000)
-        seen.append(found)
-    flushes, found = seen
-    return {
-        name: statistics.median(times) * len(times) / repeats for name, times in found.items() if name not in flushes
-    }
 
 
 def _other_data(device: torch.device) -> torch.Tensor:

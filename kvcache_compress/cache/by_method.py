@@ -63,7 +63,9 @@ class MethodCache(CompressedCache):
         given = self.__signature__.bind(config, *args, **options).arguments
         given = {name: x for name, x in given.items() if name not in ("config", "options")} | given.get("options", {})
         if clash := given.keys() & ({"keys", "values", "method"} - self.own.keys()):
-            raise ValueError(f"{min(clash)!r} is no option here: use CompressedCache for other methods or sides")
+            raise ValueError(
+                f"{min(clash)!r} is not an option of {type(self).__name__}; use CompressedCache to choose both sides"
+            )
         given = {name: fspath(x) if isinstance(x, PathLike) else x for name, x in given.items() if x is not None}
         if {"bits", "key_bits", "value_bits"} <= given.keys():
             raise ValueError(

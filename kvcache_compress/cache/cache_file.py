@@ -66,7 +66,7 @@ def save_cache(cache: Any, path: str | Path) -> None:
             described["prepared"] = bool(layer.sides) and layer.sides["keys"].prepared
             if layer.sides and (track := layer.track) is not None:
                 tensors[track.name] = track.buffer[:, : track.rows(int(layer.get_seq_length()))]
-            layer.raise_for_known()
+            layer.checks.raise_for_known()
         layers.append(described)
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
     if (rows := cache.padding.rows) is not None:
@@ -96,7 +96,7 @@ def load_cache(
     """
     place = Path(path).expanduser()
     if not isfile(place):
-        raise FileNotFoundError(f"cache file {quoted(str(place))}: there is no such file")
+        raise FileNotFoundError(f"cache file {quoted(str(place))}: no such file")
     file, tensors = read_model_file(str(place), f"cache file {str(place)!r}", KIND, VERSION)
     try:
         if broken := not_finite(tensors):
@@ -110,7 +110,7 @@ def load_cache(
         _restore(cache, file.header["layers"], tensors, target)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         known = isinstance(error, ValueError)
-        raise file.refusal(str(error) if known else f"damaged, or too large for the memory: {error}") from error
+        raise file.refusal(str(error) if known else f"damaged, or too large for this memory: {error}") from error
     return cache
 
 
@@ -143,7 +143,9 @@ def _config(plain: dict[str, Any], files: Mapping[str, str | Path | None]) -> Co
 def _check_kinds(cache: Any, header: Mapping[str, Any]) -> None:
     saved, ours = [layer["kind"] for layer in header["layers"]], [type(layer).__name__ for layer in cache.layers]
     if saved != ours:
-        raise ValueError(f"layers {saved} in the file (of Transformers {header['transformers']}), {ours} in the model")
+        raise ValueError(
+            f"its layers are {saved} (Transformers {header['transformers']}), but those of the model are {ours}"
+        )
 
 
 def _share(cache: Any) -> list[int]:
@@ -189,7 +191,7 @@ def _restore(
         except ValueError as error:
             raise ValueError(f"layer {index}: {error}") from None
     if left:
-        raise ValueError(f"damaged: an unknown tensor {next(iter(left))!r}")
+        raise ValueError(f"damaged: tensor {next(iter(left))!r} belongs to no layer")
     cache.padding.truncate(max((int(layer.get_seq_length()) for layer in cache.compressed_layers.values()), default=0))
 
 
@@ -205,7 +207,7 @@ def _restore_layer(
     layer.lazy_initialization(keys, values)
     packed = {side: _check_side(side, state, tensors) for side, state in layer.sides.items()}
     if len(set(packed.values())) > 1:
-        raise ValueError(f"damaged: {packed} packed tokens")
+        raise ValueError(f"damaged: keys and values differ in their packed tokens ({packed})")
     tokens = packed["keys"] + sum(tensors[f"keys.{part}"].shape[2] for part in ("sinks", "tail"))
     if (track := layer.track) is not None and tokens:
         rows = len(keys), track.rows(tokens), track.buffer.shape[2]
@@ -242,7 +244,7 @@ def _check_side(side: Side, state: SideState, tensors: Mapping[str, torch.Tensor
 
 def _expect(name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if name not in tensors:
-        raise ValueError(f"damaged: no tensor {name!r}")
+        raise ValueError(f"damaged: tensor {name!r} is missing")
     x = tensors[name]
     if (x.dtype, tuple(x.shape)) != (dtype, shape):
         raise ValueError(f"damaged: {name} is {x.dtype} {list(x.shape)}, not {dtype} {list(shape)}")

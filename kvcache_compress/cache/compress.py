@@ -47,7 +47,7 @@ class Compression:
         """The cache of the latest `generate` call; raises `RuntimeError` before the first call."""
         if self.cache is None:
             raise RuntimeError(
-                "no cache yet: no call of generate in this block made one (nor do use_cache=False or your own cache)"
+                "no cache yet: call model.generate first, without a cache of your own and without use_cache=False"
             )
         return self.cache
 
@@ -67,7 +67,7 @@ class Compression:
             blocks = None if model is None else _BLOCKS.get(model)
             if self._call.in_block or blocks is None or self._call not in blocks.open:
                 raise RuntimeError(
-                    "this compress call has ended or already has a with block; call compress(model, ...) again"
+                    "this compression has ended or already has a with block; call compress(model, ...) again"
                 )
             self._call.in_block = True
         return self
@@ -93,8 +93,8 @@ class _Call:
             return
         self.reported = True
         logger.warning(
-            "nothing was compressed: %s did not use the compressed cache that generate gave it. The model's "
-            "prepare_inputs_for_generation must pass the cache to its forward, and its forward to the attention layers",
+            "nothing was compressed: %s did not use the compressed cache that generate passed to it. Its "
+            "prepare_inputs_for_generation must pass the cache to forward, and forward to the attention layers",
             type(model).__name__,
         )
 
@@ -107,7 +107,6 @@ class _Blocks:
     fused: bool
     wrapper: weakref.ref[Callable[..., Any]] | None = None  # a strong reference would keep the model alive
     hooks: PositionHooks | None = None
-    thread: int = field(default_factory=threading.get_ident)
     open: list[_Call] = field(default_factory=list)
 
 
@@ -130,10 +129,10 @@ def compress(
 
     Pipelines and other clients that only call `generate` work unchanged; their `cache_implementation` is ignored. Calls
     that pass a cache or `use_cache=False` are left alone. So are `generate` calls within `generate`: drafts of early
-    exit use a dense cache. Any thread may call `generate` and `stop`.
+    exit use a dense cache.
 
-    The latest call on a model applies. A `with` block interrupts earlier calls, which apply again after it. A call
-    without a block replaces earlier calls, and its `stop()` ends them too. Dropping a handle ends nothing.
+    The latest call on a model applies, in all threads. A `with` block interrupts earlier calls, which apply again after
+    it. A call without a block replaces earlier calls, and its `stop()` ends them too. Dropping a handle ends nothing.
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
@@ -141,8 +140,8 @@ def compress(
         fused: fused attention on, off, or (None) on if the model's attention can be switched.
 
     Raises:
-        ValueError: `CompressedCache` refuses the model or the config, another thread compresses the model, or the model
-            always uses a cache of its own (PEFT's prefix tuning).
+        ValueError: `CompressedCache` refuses the model or the config, or the model always uses a cache of its own
+            (PEFT's prefix tuning).
     """
     inner = compressible(model)
     config = load_config(compression)
@@ -153,11 +152,6 @@ def compress(
 def _enter(model: PreTrainedModel, call: _Call) -> None:
     with _ENTERING:
         blocks = _BLOCKS.get(model) or _Blocks(vars(model).get("generate"), attends_fused(model))
-        if blocks.thread != threading.get_ident():
-            raise ValueError(
-                f"model={type(model).__name__}: another thread compresses it. End that compress call first "
-                "(stop(), or the end of its with block), or just call generate, which any thread may do"
-            )
         _switch(model, call, blocks)
         blocks.open.append(call)
         if model not in _BLOCKS:
@@ -197,7 +191,10 @@ def _switch(model: PreTrainedModel, call: _Call, blocks: _Blocks) -> None:
         enable_fused_attention(model)
         return
     if call.fused is None:
-        logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
+        logger.warning(
+            "%s does not use Transformers' attention interface, so each step decodes its cache, which is slower",
+            type(model).__name__,
+        )
     else:
         disable_fused_attention(model)
     if blocks.hooks is None:

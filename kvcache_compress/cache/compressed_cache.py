@@ -75,10 +75,9 @@ class CompressedCache(Cache, ModelListener):
         self.padding = padding = PaddingRecord()
         for index, plan in chosen.items():
             layer_rope = rope if rope and layer_has_rope(self.decoder_config, index) else None
-            track, leads = None, False
+            track = None
             if layer_rope is not None and (groups := plan.rope_groups(2 * layer_rope.pairs)) is not None:
-                leads = groups not in tracks
-                if leads:
+                if groups not in tracks:
                     tracks[groups] = RopeTrack(self.decoder_config, layer_rope, *groups)
                 track = tracks[groups]
             kind: Callable[..., CompressedLayer] = CompressedLayer
@@ -86,7 +85,7 @@ class CompressedCache(Cache, ModelListener):
                 layers[index], LinearAttentionAndFullAttentionLayer
             ):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
-            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, leads, padding)
+            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, padding)
         super().__init__(layers=layers)
         self.rope_tracks = list(tracks.values())
         self._followed = self.decoder_config
@@ -136,7 +135,7 @@ class CompressedCache(Cache, ModelListener):
         """Create an empty cache of this class without calling its constructor, whose arguments differ by class."""
         methods = compression.keys.method, compression.values.method
         if cls.methods is not None and cls.methods.isdisjoint(methods):
-            raise ValueError(f"keys of {methods[0]} and values of {methods[1]}: use CompressedCache.load")
+            raise ValueError(f"it holds keys of {methods[0]} and values of {methods[1]}: use CompressedCache.load")
         cache = cls.__new__(cls)
         CompressedCache.__init__(cache, config, compression)
         return cache
@@ -178,7 +177,7 @@ class CompressedCache(Cache, ModelListener):
         """Store keys and values of a layer, as in `transformers.Cache`; if it raises, earlier layers drop the step."""
         if torch.compiler.is_compiling():
             if self._offloading is not None:
-                raise ValueError("offloading=True: allowed False where the model is compiled")
+                raise ValueError("offloading must be False in a compiled model (got True)")
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         try:
             if self._offloading is None:  # same as the base class, with one call less per layer
@@ -287,7 +286,9 @@ class CompressedCache(Cache, ModelListener):
     def _refuse_static(self, change: str) -> None:
         """Raise `ValueError` if a layer is Transformers' `StaticLayer`, which does not support this operation."""
         if static := [layer for layer in self.layers if isinstance(layer, StaticLayer)]:
-            raise ValueError(f"max_cache_len: a cache with a {type(static[0]).__name__} cannot be {change}")
+            raise ValueError(
+                f"a cache with max_cache_len and a {type(static[0]).__name__} cannot be {change}; drop max_cache_len"
+            )
 
     def _empty(self) -> bool:
         """True if no layer holds tokens, as after a reset; the next batch may then have any size."""
@@ -325,7 +326,7 @@ def _row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:
     """
     chosen = torch.tensor(rows) if isinstance(rows, (list, tuple)) else rows
     if not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
-        raise ValueError(f"{name}={quoted(rows)}: must be a tensor or a list of row numbers, or a boolean mask")
+        raise ValueError(f"{name}={quoted(rows)}: must be a tensor or list of row numbers, or a boolean mask")
     return torch.arange(batch, device=chosen.device)[chosen]
 
 

@@ -119,8 +119,8 @@ def model_shape(model: str) -> ModelShape:
         raise
     except OSError as error:
         raise ValueError(
-            f"model={quoted(model)}: allowed {', '.join(MODELS)}, a folder with a saved model, or the id of a model on "
-            f"the hub. No such folder is here, and the hub did not give its config: {' '.join(str(error).split())}"
+            f"model={quoted(model)}: not found. Pass {', '.join(MODELS)}, a folder with a saved model, or a model's id "
+            f"on the hub ({' '.join(str(error).split())})"
         ) from error
     except Exception as error:  # Transformers raises exceptions of many types for a damaged config
         raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error

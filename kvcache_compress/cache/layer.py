@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,29 +13,26 @@ from transformers import PreTrainedConfig
 
 from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.interface import ATTENTION_NAME
-from kvcache_compress.backends.choice import resolve_backend
-from kvcache_compress.codecs.base import Codec, CodecContext, Side
+from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
+from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 
+from .new_storage import new_storage
 from .row_operations import RowOperations
-
-FLUSH_TOKENS = 32
-"""Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
 
 
 class CompressedLayer(RowOperations):
     """Cache of a full-attention layer whose older tokens are encoded, by one codec per side.
 
-    New tokens go to `tail`. Once it holds `FLUSH_TOKENS` more than `recent_tokens`, the oldest are encoded and appended
+    New tokens go to `tail`. Once it holds `flush_tokens` more than `recent_tokens`, the oldest are encoded and appended
     to `packed`, where they never change again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs the earlier
     tokens that are due. It then attends in full precision to itself and to all tokens that are still dense. So only
     accepted tokens decide what is packed, and cropping a draft never unpacks a token.
@@ -57,21 +53,19 @@ class CompressedLayer(RowOperations):
         decoder_config: PreTrainedConfig,
         rope: RopeLayout | None = None,
         track: RopeTrack | None = None,
-        leads_track: bool = True,
         padding: PaddingRecord | None = None,
     ) -> None:
         self.index = index
         self.compression = compression
         self.max_cache_len = capacity = compression.max_cache_len
         if capacity is not None:
-            # Window buffers are allocated at once, so keep windows no larger than the cache.
+            # Window buffers are allocated at once, so windows must not be larger than the cache.
             windows = {name: min(getattr(plan, name), capacity) for name in ("sink_tokens", "recent_tokens")}
             plan = replace(plan, **windows)
         self.plan = plan
         self.decoder_config = decoder_config
         self.rope = rope
         self.track = track
-        self.leads_track = leads_track
         self.padding = padding or PaddingRecord()
         self.record_past = False
         self._forget()
@@ -80,7 +74,7 @@ class CompressedLayer(RowOperations):
         self.is_initialized = False
         self.number = ops.register(self, getattr(self, "number", None))
         self.storage: DynamicStorage | StaticStorage | None = None
-        self._checks = PackableChecks(self.index)
+        self.checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
         self._views: list[weakref.ref[View]] = []
         """Views that were handed out and may still be in use."""
@@ -95,48 +89,30 @@ class CompressedLayer(RowOperations):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Build codecs and an empty storage for tensors like these, `[B, H, T, D]`."""
         with self._writable_buffers():
-            self._initialize(key_states, value_states)
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.batch_size = key_states.shape[0]
+            self._accepted = None
+            if self.track is not None:
+                self.track = self.track.at(self.device, self.index)
+            self.storage = storage = new_storage(
+                key_states.detach(), value_states.detach(), self.plan, self.compression, self.rope, self.track,
+                self.padding, self.checks,
+            )  # fmt: skip
+            self.backend, self.group, self.flush_tokens = storage.backend, storage.windows.group, storage.windows.flush
+            if self.max_cache_len is not None:
+                self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
+                torch._dynamo.mark_static_address(self.cumulative_length)
+            self._take_over(storage)
+        self.is_initialized = True
 
     def _writable_buffers(self) -> AbstractContextManager[Any]:
         """Leave inference mode if the capacity is fixed, because buffers are later written outside of it too."""
         leaves = self.max_cache_len is not None and torch.is_inference_mode_enabled()
         return torch.inference_mode(False) if leaves else nullcontext()
 
-    def _initialize(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size = key_states.shape[0]
-        self._accepted = None
-        if self.track is not None:
-            self.track = self.track.at(self.device, self.index)
-            self.leads_track = self.track.leader == self.index
-        inputs: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
-        codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in inputs.items()}
-        kinds = ((type(codec), codec.options, side) for side, codec in codecs.items())
-        self.backend = resolve_backend(self.compression.backend, self.device, kinds)
-        codecs = {side: self.backend.bind(codec) for side, codec in codecs.items()}
-        self.group = math.lcm(*(codec.group for codec in codecs.values()))
-        self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
-        plan = self.plan
-        windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
-        tracks = {side: self.track if plan.rope_use(side) == "factors" else None for side in codecs}
-        sides = {
-            side: SideState(codec, inputs[side], windows, self.backend, tracks[side], self.padding)
-            for side, codec in codecs.items()
-        }
-        self.storage = storage = DynamicStorage(
-            sides, windows, self._checks, self.backend, flushes_steps=self.compression.quantize_generated,
-            track=self.track, leads_track=self.leads_track,
-        )  # fmt: skip
-        if self.max_cache_len is not None:
-            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
-            torch._dynamo.mark_static_address(self.cumulative_length)
-        self._take_over(storage)
-        self.is_initialized = True
-
     def _take_over(self, storage: DynamicStorage) -> None:
-        """Use this storage, or a `StaticStorage` made from it if steps have static shapes and it fits."""
-        held = self.storage
-        old = held.buffers if isinstance(held, StaticStorage) else None
+        """Use this storage, or a `StaticStorage` made from it if steps have static shapes."""
+        old = self.storage.buffers if isinstance(self.storage, StaticStorage) else None
         static = storage.windows.capacity is not None and (old or self.backend.has_static_steps(self.device))
         self.storage = StaticStorage(storage, old) if static and StaticStorage.is_loadable(storage) else storage
 
@@ -148,13 +124,6 @@ class CompressedLayer(RowOperations):
         """Restore a copy and give it a number of its own for compiled code."""
         self.__dict__.update(state)
         self.number = ops.register(self)
-
-    def _codec(self, side: Side, config: SideConfig, states: torch.Tensor) -> Codec:
-        context = CodecContext(
-            side=side, head_dim=states.shape[-1], heads=states.shape[1], layer=self.index, seed=self.compression.seed,
-            sink_tokens=self.plan.sink_tokens, dtype=states.dtype, device=states.device, rope=self.rope,
-        )  # fmt: skip
-        return config.codec()(config.options(), context)
 
     @property
     def sides(self) -> dict[Side, SideState]:
@@ -177,11 +146,6 @@ class CompressedLayer(RowOperations):
     @property
     def packed_tokens(self) -> int:
         return 0 if self.storage is None else self.storage.packed_tokens
-
-    @property
-    def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """Dense buffers of both sides in the model's dtype, including unused capacity."""
-        return () if self.storage is None else self.storage.dense_buffers
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -270,10 +234,7 @@ class CompressedLayer(RowOperations):
             self._views.append(weakref.ref(view))
 
     def release_views(self, kept: int | None = None) -> None:
-        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens.
-
-        Costs nothing if no view is in use, as in an ordinary step.
-        """
+        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens."""
         if self._views:
             self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
 
@@ -282,14 +243,12 @@ class CompressedLayer(RowOperations):
     ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
         """Store keys and values `[B, H, T, D]` and return the keys and values that this step attends to.
 
-        With fused attention and packed tokens these are views; also if a codec needs the step's queries, which
-        attention will bring. Otherwise they are plain tensors: while nothing is packed, without fused attention, and
-        with gradients. Gradients reach this step's keys and values, but none of an earlier step.
+        With fused attention these are views, once tokens are packed or if a codec needs the step's queries. Otherwise
+        they are plain tensors. With gradients they are plain too; gradients reach this step's keys and values only.
 
         Raises:
             ValueError: the batch size changes, the tokens exceed the static capacity, or tokens to be packed are not
-                finite. The cache is unchanged. On a GPU a later update raises, because waiting for the check would
-                stall.
+                finite. The cache is unchanged. On a GPU a later update raises, since the check must not stall.
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
@@ -313,7 +272,7 @@ class CompressedLayer(RowOperations):
         start: Any = keys.tokens - count
         if capacity is not None:
             start = (self.cumulative_length - count).clamp(max=capacity - count)
-        return _with_step(keys.dense(), key_states, start), _with_step(values.dense(), value_states, start)
+        return keys.dense_with_step(key_states, start), values.dense_with_step(value_states, start)
 
     def _update_when_run(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -321,14 +280,13 @@ class CompressedLayer(RowOperations):
         """Trace an `update`: add operators to the graph that store and attend when the compiled code runs."""
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             raise ValueError(
-                "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
+                "compiled models cannot backpropagate through a compressed cache; use torch.no_grad() or run uncompiled"
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
-        counts = self.max_cache_len is not None and self._keeps_counter(key_states)
         trace = ops.traced_views if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
         found: tuple[Any, Any] = trace(self, key_states, value_states, total)
-        if counts:
+        if self.max_cache_len is not None and self._keeps_counter(key_states):
             self.cumulative_length.add_(tokens)
         return found
 
@@ -398,13 +356,12 @@ class CompressedLayer(RowOperations):
             assert self.storage is not None
             if keys.shape[0] != self.batch_size:
                 raise ValueError(
-                    f"batch of {keys.shape[0]} for a cache that holds {self.batch_size}: use batch_select_indices or "
-                    "batch_repeat_interleave to change it, or reset() to start anew"
+                    f"batch of {keys.shape[0]} for a cache that holds {self.batch_size}: change its batch with "
+                    "batch_select_indices or batch_repeat_interleave, or empty it with reset()"
                 )
-            held = self._widened(keys.dtype, values.dtype)
-            as_held = held == (keys.dtype, values.dtype)
-            keys, values = keys.to(held[0]), values.to(held[1])
-            self._accepted = like if as_held else None
+            k_held, v_held = self._widened(keys.dtype, values.dtype)
+            self._accepted = like if (k_held, v_held) == (keys.dtype, values.dtype) else None
+            keys, values = keys.to(k_held), values.to(v_held)
         elif self.max_cache_len is not None:
             self._check_arrival(keys, values)
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
@@ -416,10 +373,10 @@ class CompressedLayer(RowOperations):
             return
         if self._length() + count > self.max_cache_len:
             raise full_error(self.index, self.max_cache_len)
-        self._checks.raise_for_known()
+        self.checks.raise_for_known()
         if keys.numel():
-            self._checks.add("keys", keys)
-            self._checks.add("values", values)
+            self.checks.add("keys", keys)
+            self.checks.add("values", values)
 
     def _widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Convert dense tokens to dtypes that hold old and new tokens without loss, and return those dtypes."""
@@ -437,10 +394,6 @@ class CompressedLayer(RowOperations):
         """Views of all keys and values, as a step of a few tokens attends to them right after it is stored."""
         assert self.storage is not None
         return self.storage.views()
-
-    def raise_for_known(self) -> None:
-        """Raise `ValueError` if a finished check found that tokens packed on a GPU are not finite."""
-        self._checks.raise_for_known()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will attend to."""
@@ -507,12 +460,3 @@ class CompressedLayer(RowOperations):
         self._accepted = None
         if isinstance(self.storage, StaticStorage) and not self.storage.empty:
             self.number = ops.register(self, self.number)
-
-
-def _with_step(dense: torch.Tensor, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
-    """Put a step's own tokens `[B, H, n, D]` into `dense` `[B, H, T, D]` from `start` on.
-
-    Gradients reach the step's tokens there, but not the tokens from the cache.
-    """
-    at = torch.arange(states.shape[2], device=dense.device) + start
-    return dense.index_copy(2, at, states.to(dense.dtype))

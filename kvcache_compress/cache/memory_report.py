@@ -1,7 +1,7 @@
 """Memory report of a cache: tokens, bytes, and bits per number with everything counted.
 
-Bytes are as held, and the ratio is to a full cache in the model's own dtype. To make bits comparable between models,
-numbers stored in the model's own dtype (dense tokens, sides of method `none`) count as 16 bits.
+Bytes are the bytes held. The ratio compares with a full cache in the model's own dtype. Bits count numbers in the
+model's own dtype (dense tokens, sides of method `none`) as 16 bits, so that models of different dtypes compare.
 """
 
 from __future__ import annotations
@@ -157,12 +157,6 @@ class MemoryReport:
                 totals[name] = totals.get(name, 0) + size
         return totals | ({"rope": self.rope_used_bytes} if self.rope_used_bytes else {})
 
-    def to_dict(self) -> dict[str, Any]:
-        """The totals by name, and the bytes per field."""
-        tokens_and_bytes = ("packed_tokens", "dense_tokens", "used_bytes", "allocated_bytes", "constant_bytes")
-        names = (*tokens_and_bytes, "total_bytes", "full_bytes", "packed_bits_per_number", "bits_per_number", "ratio")
-        return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
-
     def __str__(self) -> str:
         """Summary and a table with one row per run of equal layers, 80 columns wide."""
         if not self.numbers:
@@ -255,7 +249,7 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
         if state.codec.name == "none":
             wider_packed += packed * (size - 2)
             wider += sum(x.nbytes - 2 * x.numel() for x in state.store.buffers)
-    for x in layer.dense_buffers:
+    for x in layer.storage.dense_buffers if layer.storage else ():
         allocated += x.nbytes
         wider += x.nbytes - 2 * x.numel()
     dense_tokens = int(layer.get_seq_length()) - layer.packed_tokens

@@ -8,19 +8,11 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache_compress.codecs.base import Side
-from kvcache_compress.storage.side import SideState
-
 
 class RowOperations(CacheLayerMixin):
     """Beam reordering, batch selection and moves between devices; each maps `_apply` over buffers `[B, ...]`."""
 
     device: torch.device
-
-    @property
-    @abstractmethod
-    def sides(self) -> dict[Side, SideState]:
-        """Keys and values; empty before the first update."""
 
     @abstractmethod
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

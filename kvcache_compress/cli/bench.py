@@ -21,29 +21,31 @@ if TYPE_CHECKING:
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="Model for the shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder.")
+        str,
+        typer.Option(help="Model whose shape to time: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder."),
     ] = "llama-3.1-8b",
     preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1, max=MOST_TOKENS)] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Number of sequences; repeatable.", min=1, max=MOST_TOKENS)
+    ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Packed tokens of each sequence; repeatable.", min=1, max=MOST_TOKENS)
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1, max=10_000)] = 20,
+    repeats: Annotated[int, typer.Option(help="Number of timed calls; the median counts.", min=1, max=10_000)] = 20,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or, on a CPU, float32; by default the device's usual one.")
+        str | None, typer.Option(help="bfloat16 (default on GPUs), float16 or, on CPUs only, float32 (default there).")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.", dir_okay=False)] = None,
 ) -> None:
-    """Time attention over compressed caches on this machine, beside PyTorch's attention over a full cache."""
+    """Time attention over compressed caches on this machine, and PyTorch's attention over a full cache."""
     with importing():
         from kvcache_compress.bench.run import run_bench
 
     with errors_as_lines(), console.status("measuring ...") as status:
         result = run_bench(
             model, preset or [], batch or [1], tokens or [], repeats=repeats, dtype=dtype, device=device, output=output,
-            plot=plot, on_row=lambda row: status.update(escape(f"measuring ... {_named(row)} done")),
+            on_row=lambda row: status.update(escape(f"measuring ... {_named(row)} done")),
         )  # fmt: skip
     console.print(_table(result.rows, result.bandwidth, result.title))
     heads = (
@@ -54,8 +56,8 @@ def bench(
     for row in failed:
         why = row.error or f"the time does not count: {row.invalid}"
         console.print(escape(f"{_named(row)}: {why}"), style="red")
-    for path in result.written:
-        console.print(f"written: {escape(str(path))}")
+    if output is not None:
+        console.print(f"written: {escape(str(output))}")
     if failed:
         raise typer.Exit(1)
 

@@ -21,16 +21,17 @@ _QUIET_SECONDS = 30.0
 
 
 def calibrate(
-    text: Annotated[list[str], typer.Option(help="Text files, or a dataset's id on the hub; repeatable.")],
+    text: Annotated[list[str], typer.Option(help="Text file, or a dataset's id on the hub; repeatable.")],
     output: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
     method: Annotated[str, typer.Option(help="Method to calibrate: commvq or spectral.")] = "commvq",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of text; by default 55296 (--quick 18432), spectral 20480.")
+        int | None,
+        typer.Option(help="Tokens of text to use. Default: commvq 55296 (with --quick 18432), spectral 20480."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="commvq: code bits per number, 1 or 2 (default).")] = None,
     values: Annotated[
-        str | None, typer.Option(help="commvq: value codes, residual (default) or the paper's encoder.")
+        str | None, typer.Option(help="commvq: how values are coded: residual (default), or encoder as in the paper.")
     ] = None,
     key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys.")] = None,
     value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values.")] = None,
@@ -39,11 +40,13 @@ def calibrate(
     ] = None,
     groups: Annotated[
         int | None,
-        typer.Option(help="commvq: groups of a head's channels, coded apart; 1 by default up to 128 channels."),
+        typer.Option(
+            help="commvq: groups of channels of a head, each with its own codes; default 1 up to 128 channels."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="commvq: less text and fewer steps.")] = False,
     group: Annotated[int | None, typer.Option(help="spectral: tokens per group: 32, 64 (default) or 128.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device; by default the GPU if there is one.")] = None,
 ) -> None:
     """Calibrate a method on your model and write the result to a file: CommVQ's codebooks, or spectral's statistics."""
     common = {"tokens": tokens}
@@ -52,7 +55,7 @@ def calibrate(
     own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
     with errors_as_lines():
         if method not in own:
-            raise ValueError(f"method={method!r} needs no calibration; must be one of {', '.join(own)}")
+            raise ValueError(f"method={method!r}: must be {' or '.join(own)}; other methods need no calibration")
         others = [
             name for other, options in own.items() if other != method for name in options if options[name] is not None
         ]
@@ -85,8 +88,8 @@ def _calibration(model: str, text: Sequence[str], output: Path, device: str | No
     Yields the model, its tokenizer and a callback for progress.
 
     Raises:
-        ValueError: The device does not exist, the output is impossible or texts are missing; these are reported before
-            the model is loaded.
+        ValueError: the device does not exist, the output cannot be written or texts are missing. All of these are
+            raised before the model is loaded.
     """
     import resource
 
@@ -139,7 +142,7 @@ class _Reporter:
 
 
 def _loss_table(losses: dict[str, Any]) -> Table:
-    """Table of mean squared errors of normalized vectors, on windows trained on and on held-out ones."""
+    """Table of mean squared errors of normalized vectors, on training windows and on held-out ones."""
     table = Table(title="mean squared error of normalized vectors, over layers and heads")
     for heading in ("side", "rounds", "windows", "least", "mean", "most"):
         table.add_column(heading, justify="left" if heading in ("side", "windows") else "right")

@@ -17,7 +17,7 @@ def demo(
         list[str] | None, typer.Option(help="Preset or YAML file; repeatable, by default best-4bit and best-2bit.")
     ] = None,
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=MOST_TOKENS)] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Number of tokens to generate.", min=1, max=MOST_TOKENS)] = 32,
 ) -> None:
     """Answer a question about a long text from compressed caches, and measure their time, memory and loss."""
     with importing():
@@ -34,7 +34,7 @@ def demo(
             console.print(f"[bold]{name}:[/bold] [dim]{QUESTION}[/dim]", end="")
             runs.append(shown.answer(name, lambda text: print(text, end="", flush=True)))
             console.print("\n")
-        console.print("Measuring what is lost ...")
+        console.print("Measuring the loss ...")
         losses = shown.losses()
     table = Table()
     for heading in ("cache", "memory", "first token", "each further", "KL", "same top"):
@@ -44,7 +44,7 @@ def demo(
         table.add_row(run.name, size_text(run.held), f"{run.first:.1f} s", f"{1000 * run.step:.0f} ms", *loss)
     console.print(table)
     console.print(
-        "Memory with 16 bits for each uncompressed number; the dense windows, tables and room for more tokens in it "
-        "weigh less in longer texts. KL: mean divergence of the next-token distribution from the "
-        "full cache's, in nats, and share of equal most likely tokens, on 128 tokens after the text's first 1,024."
+        "Memory counts uncompressed numbers as 16 bits; dense windows, tables and spare capacity weigh less in longer "
+        "texts. KL is the mean divergence of the next-token distribution from the full cache's, in nats; same top is "
+        "the share of tokens with the same most likely token. Both are measured on 128 tokens after the first 1,024."
     )

@@ -14,19 +14,19 @@ from .console import COMPARED, console, errors_as_lines
 
 def memory(
     model: Annotated[
-        str | None, typer.Option(help="llama-3.1-8b, qwen2.5-7b, smollm2-135m, or a hub id or a folder.")
+        str | None, typer.Option(help="Model: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder.")
     ] = None,
     preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
     context: Annotated[str, typer.Option("--context", "--tokens", help="Tokens of each sequence.")] = "128K",
-    everything: Annotated[
-        bool, typer.Option("--all", help="All presets, also the papers' and single methods'.")
-    ] = False,
-    batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
-    layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1, max=1024)] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1, max=1024)] = 8,
-    head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1, max=1024)] = 128,
+    everything: Annotated[bool, typer.Option("--all", help="Show all presets, not only the recommended ones.")] = False,
+    batch: Annotated[int, typer.Option(help="Number of sequences.", min=1, max=MOST_TOKENS)] = 1,
+    layers: Annotated[int, typer.Option(help="Number of layers, if there is no --model.", min=1, max=1024)] = 32,
+    kv_heads: Annotated[
+        int, typer.Option(help="Number of key/value heads, if there is no --model.", min=1, max=1024)
+    ] = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dimension, if there is no --model.", min=1, max=1024)] = 128,
 ) -> None:
-    """Estimate the memory of each preset's cache, everything counted; by default for Llama-3.1-8B's shape."""
+    """Estimate the memory of each preset's cache, with everything counted; by default for Llama-3.1-8B."""
     from kvcache_compress.cache.estimate import model_shape, total_bytes
     from kvcache_compress.config import BUDGETS, load_config, preset_names
 
@@ -57,4 +57,4 @@ def memory(
                 continue
             table.add_row(name, size_text(size), f"{full / size:.2f}")
     console.print(table)
-    console.print("A growing cache also holds room for its next tokens, up to an eighth more.")
+    console.print("A growing cache also holds spare capacity for its next tokens, up to an eighth more.")

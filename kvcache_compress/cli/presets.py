@@ -15,11 +15,9 @@ SCORES = {"kl": 4, "kl_999": 3}
 
 
 def presets(
-    everything: Annotated[
-        bool, typer.Option("--all", help="All presets, also the papers' and single methods'.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all presets, not only the recommended ones.")] = False,
 ) -> None:
-    """List the recommended presets with their stored bits per number and what they lose."""
+    """List the recommended presets with their bits per number and their loss."""
     from kvcache_compress.cache.estimate import packed_bits, summary
     from kvcache_compress.config import BUDGETS, load_config, measured_losses, preset_names
 
@@ -36,9 +34,9 @@ def presets(
         loss = [f"{losses[same][score]:.{digits}f}" if same else "-" for score, digits in SCORES.items()]
         table.add_row(name, *bits, *loss, about)
     console.print(table)
-    console.print("D: bits per packed number at this head dimension, everything counted.")
-    console.print("KL: nats per token, SmolLM2-135M, 1,024 tokens of six kinds of text.")
-    console.print("On your own model:")
+    console.print("D: bits per packed number at this head dimension, with everything counted.")
+    console.print("KL: nats per token, on SmolLM2-135M with prompts of 1,024 tokens of six kinds of text.")
+    console.print("To measure one on your own model:")
     console.print("kvcache-compress tune --verify PRESET --model MODEL --text FILE")
     if not everything:
         console.print("All presets: kvcache-compress presets --all")

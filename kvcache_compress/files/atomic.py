@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,23 +16,14 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path to write to, whose file replaces `path` when the block ends without an error.
 
     The temporary file lies beside the old one and is flushed to disk first. Links are followed, missing folders are
-    created, and the old file's permissions are kept; a new file's follow the umask. A device, a pipe, or a file that is
-    open as `/dev/stdout` cannot be replaced: the contents are appended to it instead.
+    created, and the old file's permissions are kept; a new file's follow the umask.
 
     Raises:
-        OSError: The file cannot be written; the old one is unchanged.
+        OSError: the file cannot be written, or `path` is a folder, a device or a pipe; what was there is unchanged.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not is_replaceable(path):
-        with tempfile.TemporaryDirectory() as folder:
-            unfinished = Path(folder, "unfinished")
-            yield unfinished
-            with unfinished.open("rb") as source, path.open("ab") as target:
-                shutil.copyfileobj(source, target)
-        return
-    place = path.resolve()
+    if not is_replaceable(Path(path)):
+        raise OSError(f"{str(path)!r} is not a regular file and cannot be replaced; pass the name of a file")
+    place = Path(path).resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = place.with_name(f".{uuid4().hex}.unfinished")
     try:
@@ -53,20 +41,11 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def is_replaceable(path: Path) -> bool:
-    """True if a path is free or leads to a regular file, except through the open files of a process in `/proc`.
-
-    Raises:
-        OSError: Links form a circle, or a folder cannot be searched.
-    """
+    """Return True if a path is free or leads to a regular file. Raises `OSError` if links form a circle."""
     try:
-        regular = stat.S_ISREG(path.stat().st_mode)
+        return stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        regular = True
-    while regular and path.is_symlink():
-        folder = path.parent.resolve()
-        regular = folder.parts[:2] != ("/", "proc")
-        path = folder / path.readlink()
-    return regular
+        return True
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -44,25 +44,6 @@ class ModelFacts(BaseModel):
     layers: int
     rope: dict[str, Any]
 
-    def local_heads(self, heads: int, head_dim: int) -> slice:
-        """Heads of the file that a layer with `heads` heads holds: all or, under tensor parallelism, a process's share.
-
-        Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a
-        model. n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
-
-        Raises:
-            ValueError: The layer's heads are no such share.
-        """
-        shares, rest = divmod(self.kv_heads, heads)
-        rank, processes = process_rank()
-        if self.head_dim != head_dim or rest or not shares or processes % shares:
-            raise ValueError(
-                f"made for {self.kv_heads} heads of {self.head_dim}, not {heads} of {head_dim} in each of {processes} "
-                "processes"
-            )
-        first = rank % shares * heads
-        return slice(first, first + heads)
-
     def mismatch(self, here: ModelFacts, *, rope: bool = True, any_model: bool = False) -> str | None:
         """The reason why a file with these facts cannot serve the model `here`, or None.
 
@@ -106,7 +87,7 @@ class ModelFile:
         """
         file = Path(path).expanduser()
         if not isfile(file):
-            raise ValueError(f"{what}: there is no such file. {advice}")
+            raise ValueError(f"{what}: no such file. {advice}")
         stat = file.stat()
         return _open(str(file), what, kind, version, stat.st_mtime_ns, stat.st_size)
 
@@ -119,11 +100,23 @@ class ModelFile:
             raise self.refusal(problem)
 
     def local_heads(self, heads: int, head_dim: int) -> slice:
-        """Heads that a layer holds, see `ModelFacts.local_heads`."""
-        try:
-            return self.facts.local_heads(heads, head_dim)
-        except ValueError as error:
-            raise self.refusal(str(error)) from None
+        """Heads of the file that a layer with `heads` heads holds: all or, under tensor parallelism, a process's share.
+
+        Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a
+        model. n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
+
+        Raises:
+            ValueError: the layer's heads are no such share.
+        """
+        held, (rank, processes) = self.facts.kv_heads, process_rank()
+        shares, rest = divmod(held, heads)
+        if self.facts.head_dim != head_dim or rest or not shares or processes % shares:
+            raise self.refusal(
+                f"made for {held} heads of {self.facts.head_dim}, not {heads} of {head_dim} in each of {processes} "
+                "processes"
+            )
+        first = rank % shares * heads
+        return slice(first, first + heads)
 
     def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         """Tensors by name. Raises `ValueError` for one that is missing or not finite."""
@@ -167,20 +160,20 @@ def read_model_file(
                 if keep:
                     tensors[name] = tensor
     except SafetensorError as error:
-        raise _refusal(what, f"damaged, or no safetensors file: {error}") from None
+        raise _refusal(what, f"damaged, or not a safetensors file: {error}") from None
     except OSError as error:
         raise _refusal(what, f"{str(path)!r} cannot be read: {error}") from None
     if metadata.get("kind") != f"kvcache_compress.{kind}":
-        raise _refusal(what, f"not a file of {kind} of kvcache-compress")
+        raise _refusal(what, f"not a kvcache-compress file of {kind}")
     if metadata.get("version") != str(version):
-        raise _refusal(what, f"format version {metadata.get('version')!r}, this release reads {str(version)!r}")
+        raise _refusal(what, f"has format version {metadata.get('version')!r}, but this release reads {str(version)!r}")
     if digest.hexdigest() != metadata.get("sha256"):
-        raise _refusal(what, "damaged: its contents do not agree with its checksum")
+        raise _refusal(what, "damaged: its contents do not match its checksum")
     try:
         header = json.loads(text)
         facts = ModelFacts(**header.pop("model"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _refusal(what, f"damaged: its header has no model ({error})") from None
+        raise _refusal(what, f"damaged: its header names no model ({error})") from None
     return ModelFile(path, what, facts, header, dtypes, shapes), tensors
 
 
@@ -241,7 +234,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of a tensor with NaN or infinity, or None."""
+    """Name of the first tensor with NaN or infinity, or None."""
     floats = (name for name, tensor in tensors.items() if tensor.is_floating_point())
     return next((name for name in floats if not tensors[name].isfinite().all()), None)
 

@@ -21,7 +21,7 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     inner = inside() if inside else model
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(
-            f"model={type(model).__name__}: a transformers PreTrainedModel, or a PeftModel of one, is needed"
+            f"model must be a transformers PreTrainedModel, or a PeftModel around one (got {type(model).__name__})"
         )
     return inner
 
@@ -36,7 +36,7 @@ def compressible(model: torch.nn.Module) -> PreTrainedModel:
     kind = None if inner is model else getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if kind in _OWN_CACHE:
         raise ValueError(
-            f"model: its adapter is of type {kind.value}, for which PEFT replaces any cache by a dense one of its own, "
-            "so that nothing would be compressed; other types, such as LORA and PROMPT_TUNING, are allowed"
+            f"model: its adapter is of type {kind.value}. PEFT gives such a model a dense cache of its own, so nothing "
+            "would be compressed. Other types work, such as LORA and PROMPT_TUNING"
         )
     return inner

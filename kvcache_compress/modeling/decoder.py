@@ -52,19 +52,20 @@ def decoder_layers(
     from transformers.cache_utils import DynamicCache, StaticCache
 
     if not isinstance(model_config, PreTrainedConfig):
-        raise ValueError(f"model_config={type(model_config).__name__}: a model's config is needed (model.config)")
+        raise ValueError(f"config must be a model's config, such as model.config (got {type(model_config).__name__})")
     if getattr(model_config, "is_encoder_decoder", False):
-        raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
+        raise ValueError(
+            f"{model_config.model_type} is an encoder-decoder model; only decoder-only models are supported"
+        )
     decoder = model_config.get_text_config(decoder=True)
     if model_config.model_type in _UNUSABLE:
         raise ValueError(
-            f"{model_config.model_type} cannot use a compressed cache: {_UNUSABLE[model_config.model_type]}; generate "
-            "without one"
+            f"{model_config.model_type} cannot use a compressed cache: {_UNUSABLE[model_config.model_type]}"
         )
     if not hasattr(decoder, "num_hidden_layers"):
         raise ValueError(
-            f"{model_config.model_type} has no decoder whose cache could be compressed: its config has no "
-            "num_hidden_layers"
+            f"{model_config.model_type} has no decoder whose cache could be compressed (its config has no "
+            "num_hidden_layers)"
         )
     plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
     layers = list(plain.layers)

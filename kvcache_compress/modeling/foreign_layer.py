@@ -70,10 +70,10 @@ def set_attributes(
     fresh = {name: value for name, value in vars(layer).items() if not isinstance(value, PreTrainedConfig)}
     new = {name: value_of(name, stored) for name, stored in attributes.items()}
     if differing := fresh.keys() - new.keys() or new.keys() - fresh.keys() - {*_LATE}:
-        raise ValueError(f"saved by another release of Transformers, whose layers differ in {min(differing)}")
+        raise ValueError(f"saved with another release of Transformers, whose layers differ in {min(differing)}")
     for name, value in fresh.items():
         if type(value) is int and value and new[name] != value:  # a size once set, such as a sliding window's
-            raise ValueError(f"{name}={new[name]!r} in the file, {value} in the model")
+            raise ValueError(f"{name} is {new[name]!r} in the file, but {value} in the model")
     vars(layer).update(new)
     if layer.is_compileable:
         for tensor in tensors.values():

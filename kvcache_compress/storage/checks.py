@@ -28,14 +28,14 @@ def longest(x: torch.Tensor) -> torch.Tensor:
 def not_packable_error(what: str, layer: int) -> ValueError:
     """Make the error for keys or values that are not finite or have a norm above `LONGEST`."""
     return ValueError(
-        f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed: is "
-        "the model's dtype too narrow?"
+        f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed. Try a "
+        "wider dtype for the model"
     )
 
 
 def full_error(layer: int, capacity: int) -> ValueError:
     """Make the error for more tokens than a static layer can hold."""
-    return ValueError(f"layer {layer} is full: max_cache_len={capacity} tokens are not enough")
+    return ValueError(f"layer {layer} is full: max_cache_len={capacity} is too small for these tokens")
 
 
 def same_prompt(first: torch.Tensor) -> bool:
@@ -112,18 +112,18 @@ def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.T
     for side, x in (("keys", keys), ("values", values)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"{side} for layer {layer} are {kind}: allowed floating-point tensors")
+            raise TypeError(f"{side} of layer {layer} must be floating-point tensors (got {kind})")
     known = held["keys"].shape[1] if held else keys.shape[1] if keys.ndim == 4 else None
     if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[1] != known:
         raise ValueError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} for layer {layer}: allowed "
-            f"[B, H, T, D] with equal B, H and T{f', and H = {known}' if known else ''}"
+            f"keys and values of layer {layer} must be [B, H, T, D] with equal B, H and T"
+            f"{f', and H = {known}' if known else ''} (got {tuple(keys.shape)} and {tuple(values.shape)})"
         )
     for (side, old), x in zip(held.items(), (keys, values), strict=False):
         if (x.shape[3], x.device) != (old.shape[3], old.device):
             raise ValueError(
-                f"{side} for layer {layer} have D={x.shape[3]} on {x.device}: the cache holds "
-                f"D={old.shape[3]} on {old.device}"
+                f"{side} of layer {layer} have D={x.shape[3]} on {x.device}, but the cache holds D={old.shape[3]} on "
+                f"{old.device}"
             )
 
 
@@ -148,6 +148,6 @@ def check_croppable(layers: Iterable[Any]) -> None:
         )
         if not hasattr(layer, "crop") or (limited and not getattr(layer, "record_past", True)):
             raise ValueError(
-                f"layer {index}, a {type(layer).__name__}, keeps no past to go back to: crop needs "
-                "activate_past_recording() before the first token, and layers that have it"
+                f"layer {index}, a {type(layer).__name__}, cannot be cropped: it does not record its past. Call "
+                "cache.activate_past_recording() before the first token, if all layers have it"
             )

@@ -203,8 +203,8 @@ class DynamicStorage:
             self.checks.add(side, first[side])
             if not same_prompt(first[side]):
                 raise ValueError(
-                    f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
-                    "allowed one, alone or repeated for beams and samples, or codebook='offline'"
+                    f"codebook='online' for {side} of {state.codec.name} needs a batch of one prompt, alone or "
+                    f"repeated for beams and samples (got {len(first[side])} prompts); use codebook='offline'"
                 )
         for side, state in online.items():
             state.prepare(*statistics_tokens(first[side], self.windows.sinks, self.windows.recent))

@@ -39,7 +39,28 @@ class StaticStorage:
     def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
         assert self.is_loadable(dynamic)
         self.windows, self.backend = dynamic.windows, dynamic.backend
-        self._load(dynamic, buffers)
+        empty, packed = dynamic.empty, dynamic.packed_tokens
+        # Tokens between the recent window and the packed ones are encoded now, except by kernel encoders, which encode
+        # them in the step that packs them.
+        for state in dynamic.sides.values():
+            group = state.codec.group
+            early = max(0, state.tail.tokens - self.windows.recent) // group * group
+            if early and not self.backend.encodes_in_steps(state.codec):
+                self.backend.pack(state, state.tail.view(), early, growing=False)
+                state.store.truncate(packed)
+        if buffers is None or not buffers.fits(dynamic.sides):
+            with torch.inference_mode(False):
+                buffers = StepBuffers(dynamic.sides, self.windows)
+        for side, state in dynamic.sides.items():
+            buffers.load(side, state, packed)
+        self.buffers, self._carrier = buffers, dynamic
+        """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale; `buffers` has the current
+        ones."""
+        self.empty = empty
+        """True if there are no tokens; the host knows this without waiting."""
+        self._rows = rows = dynamic.sides["keys"].padding.rows
+        self._lacking = 0 if rows is None else rows.longest + self.windows.sinks - dynamic.tokens
+        """Tokens still to come until every left-padded row has its sinks; zero or less if all have them."""
 
     @staticmethod
     def is_loadable(dynamic: DynamicStorage) -> bool:
@@ -50,10 +71,6 @@ class StaticStorage:
             and dynamic.sides["keys"].tail.tokens <= windows.tail_capacity
             and all(state.prepared or not state.codec.may_need_queries for state in dynamic.sides.values())
         )
-
-    @torch.inference_mode(False)
-    def _new_buffers(self, dynamic: DynamicStorage) -> StepBuffers:
-        return StepBuffers(dynamic.sides, self.windows)
 
     @property
     def sides(self) -> dict[Side, SideState]:
@@ -78,13 +95,9 @@ class StaticStorage:
         """Views of all slots, whether they hold a token or not."""
         windows, buffers = self.windows, self.buffers
         slots = Slots(
-            windows.sinks,
-            windows.packed_capacity,
-            windows.tail_capacity,
-            buffers.capacity,
-            buffers.length,
+            windows.sinks, windows.packed_capacity, windows.tail_capacity, buffers.capacity, buffers.length,
             buffers.packed,
-        )
+        )  # fmt: skip
         keys, values = (
             View(
                 buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
@@ -139,31 +152,6 @@ class StaticStorage:
         if dynamic.track is not None and dynamic.leads_track:
             dynamic.track.tokens = length  # steps do not update it
         return dynamic
-
-    def _load(self, dynamic: DynamicStorage, buffers: StepBuffers | None) -> None:
-        """Load the tokens, and encode those that have left the recent window but are not yet packed.
-
-        Kernel encoders encode them later, in the step that packs them.
-        """
-        empty, packed = dynamic.empty, dynamic.packed_tokens
-        for state in dynamic.sides.values():
-            group = state.codec.group
-            early = max(0, state.tail.tokens - self.windows.recent) // group * group
-            if early and not self.backend.encodes_in_steps(state.codec):
-                self.backend.pack(state, state.tail.view(), early, growing=False)
-                state.store.truncate(packed)
-        if buffers is None or not buffers.fits(dynamic.sides):
-            buffers = self._new_buffers(dynamic)
-        for side, state in dynamic.sides.items():
-            buffers.load(side, state, packed)
-        self.buffers, self._carrier = buffers, dynamic
-        """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale; `buffers` has the current
-        ones."""
-        self.empty = empty
-        """True if there are no tokens; the host knows this without waiting."""
-        self._rows = rows = dynamic.sides["keys"].padding.rows
-        self._lacking = 0 if rows is None else rows.longest + self.windows.sinks - dynamic.tokens
-        """Tokens still to come until every left-padded row has its sinks; zero or less if all have them."""
 
     def _raise_for_faults(self) -> None:
         checks = self._carrier.checks

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +23,7 @@ from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
 from .shared.slots import Slots
 
+logger = logging.getLogger(__name__)
 DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time, a multiple of every group size."""
 
@@ -48,7 +51,9 @@ class AttentionPath(Protocol):
 
 
 class Owner(Protocol):
-    """The part of a layer that views and compiled code use."""
+    """The part of a layer that views use."""
+
+    decoder_config: Any
 
     @property
     def awaits_queries(self) -> bool:
@@ -191,6 +196,11 @@ class View:
         spare = self.shape[2] - stored.shape[2]
         return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
 
+    def dense_with_step(self, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
+        """Decode as `dense`, with the step's own tokens `[B, H, n, D]` from `start` on, which gradients then reach."""
+        at = torch.arange(states.shape[2], device=states.device) + start
+        return self.dense().index_copy(2, at, states.to(self.dtype))
+
     def stored(self) -> torch.Tensor:
         """Decode as `dense`, but drop spare capacity unless only the device knows the number of tokens."""
         batch, heads, first, dim = self.sinks.shape
@@ -274,22 +284,28 @@ class View:
             origin = Origin(before.dense(), write_back)
             return origin.tied(origin.base)
 
+    def _decoded(self) -> torch.Tensor:
+        """Decode for code that is not ours, with a warning if that code is a model's attention."""
+        if self.owner is not None and not torch.compiler.is_compiling():
+            _warn_of_decoding(self.owner.decoder_config.model_type)
+        return self.writable()
+
     def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
         """Return the view itself if it is on device `target` already, as a tensor would; else decode and move it."""
         if isinstance(target, torch.device) and target == self.device and not args and not kwargs.get("dtype"):
             return self
-        return self.writable().to(target, *args, **kwargs)
+        return self._decoded().to(target, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__} and torch.Tensor have no attribute {name!r}")
-        return getattr(self.writable(), name)
+        return getattr(self._decoded(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.writable()[index]
+        return self._decoded()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.writable()[index] = value
+        self._decoded()[index] = value
 
     @classmethod
     def __torch_function__(
@@ -297,7 +313,7 @@ class View:
     ) -> Any:
         def plain(value: Any) -> Any:
             if isinstance(value, View):
-                return value.writable()
+                return value._decoded()
             return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
 
         return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
@@ -309,9 +325,19 @@ class View:
         return f"View({self.side}, shape={tuple(self.shape)}, packed={self.packed})"
 
 
+@cache
+def _warn_of_decoding(model_type: str) -> None:
+    logger.warning(
+        "fused attention has no effect on %s: its attention transforms the cached keys and values itself, so each step "
+        "decodes them. Results are right, but not faster. To avoid this message, call disable_fused_attention(model), "
+        "or compress with fused=False",
+        model_type,
+    )
+
+
 def _decoding(name: str) -> Callable[..., Any]:
     def operator(view: View, *operands: Any) -> Any:
-        return getattr(view.writable(), name)(*operands)
+        return getattr(view._decoded(), name)(*operands)
 
     return operator
 

@@ -219,5 +219,5 @@ def test_other_models() -> None:
     with pytest.raises(ValueError, match="HandMade does not take its attention"):
         enable_fused_attention(HandMade(small_config()))
     for function in (enable_fused_attention, disable_fused_attention):
-        with pytest.raises(ValueError, match="a transformers PreTrainedModel, or a PeftModel of one"):
+        with pytest.raises(ValueError, match="a transformers PreTrainedModel, or a PeftModel around one"):
             function(torch.nn.Linear(2, 2))

@@ -104,23 +104,20 @@ def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, p
     assert set(seen) == {"static"}
 
 
-def test_another_thread_is_refused(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """A block of another thread is refused and changes nothing; calls of `generate` there use the open block."""
+def test_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """Calls of `generate` in another thread use the open block, and a block there interrupts it."""
 
-    def enter() -> None:
-        with compress(model, KIVI):
-            pass
+    def in_its_own_block() -> str:
+        with compress(model, KIVI) as block:
+            generate(model, prompt)
+            return block.last_cache.compression.keys.method
 
     with compress(model, TURBOQUANT) as block:
         expected = generate(model, prompt)
-        refused = in_thread(enter)
-        assert isinstance(refused, ValueError)
-        assert "model=LlamaForCausalLM: another thread compresses it" in str(refused)
+        assert in_thread(in_its_own_block) == "kivi"
         block.cache = None
         assert torch.equal(in_thread(lambda: generate(model, prompt)), expected)
         assert block.last_cache.compression.keys.method == "turboquant"
-    assert untouched(model)
-    assert in_thread(enter) is None
     assert untouched(model)
 
 
@@ -224,9 +221,8 @@ def test_a_compressed_model_can_be_freed(prompt: torch.Tensor) -> None:
 
 
 def test_stop_in_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Another thread may stop, but not begin; the `generate` that runs meanwhile keeps its cache."""
+    """Another thread may stop; the `generate` that runs meanwhile keeps its cache."""
     compression = compress(model, TURBOQUANT)
-    assert isinstance(in_thread(lambda: compress(model, KIVI)), ValueError)
 
     def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         in_thread(compression.stop)
@@ -236,7 +232,6 @@ def test_stop_in_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -
     assert compression.last_cache.packed_tokens > 0
     assert compression.last_cache.get_seq_length() == 63
     assert untouched(model)
-    assert in_thread(lambda: compress(model, KIVI).stop()) is None
 
 
 def test_a_wrapper_of_others_stays(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:

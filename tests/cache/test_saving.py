@@ -54,11 +54,11 @@ def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change
 
 KEYS, ROPE = "layers.0.keys", "rope.2.1"
 CHANGES: dict[str, tuple[Change, str]] = {
-    "kind": (lambda h, t, m: m.update(kind="pt"), "not a file of cache"),
-    "newer": (lambda h, t, m: m.update(version="2"), "format version '2', this release reads '1'"),
+    "kind": (lambda h, t, m: m.update(kind="pt"), "not a kvcache-compress file of cache"),
+    "newer": (lambda h, t, m: m.update(version="2"), "format version '2', but this release reads '1'"),
     "no model": (lambda h, t, m: h.pop("model"), "model"),
     "method": (lambda h, t, m: h["config"]["keys"].update(method="zip"), "keys: unknown method 'zip'"),
-    "kind of a layer": (lambda h, t, m: h["layers"][2].update(kind="StaticLayer"), "StaticLayer.* in the file"),
+    "kind of a layer": (lambda h, t, m: h["layers"][2].update(kind="StaticLayer"), "StaticLayer.* but"),
     "seed": (lambda h, t, m: h["config"].update(seed=1), "layer 0: its keys do not decode as"),
     "codes": (_tensor(f"{KEYS}.packed.codes0", torch.bitwise_not), "layer 0: its keys do not decode as"),
     "NaN": (_tensor(f"{KEYS}.statistics.mean", lambda x: x * torch.nan), "statistics.mean holds NaN"),
@@ -67,10 +67,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "dtype": (_tensor(f"{KEYS}.tail", torch.Tensor.half), r"keys\.tail is torch.float16"),
     "shape": (_tensor("layers.0.values.sinks", lambda x: x[:1]), r"layer 0: damaged: values\.sinks is"),
     "packed": (_tensor(f"{KEYS}.packed.scale", lambda x: x[:1]), r"keys\.packed\.scale"),
-    "rope": (lambda h, t, m: t.pop(ROPE), r"layer 1: damaged: no tensor 'rope\.2\.1'"),
+    "rope": (lambda h, t, m: t.pop(ROPE), r"layer 1: damaged: tensor 'rope\.2\.1'"),
     "short rope": (_tensor(ROPE, lambda x: x[:, :50]), r"rope\.2\.1 is torch.float16 \[2, 50, 32\]"),
-    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "an unknown tensor 'x'"),
-    "attribute": (_attribute(2, "more", 3), "layer 2: saved by another release of Transformers.* more"),
+    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "tensor 'x' belongs to no layer"),
+    "attribute": (_attribute(2, "more", 3), "layer 2: saved with another release of Transformers.* more"),
     "no attribute": (lambda h, t, m: h["layers"][2]["attributes"].pop("keys"), "layer 2: .* keys"),
     "tensor": (_attribute(2, "keys", {"tensor": "elsewhere"}), "layer 2: damaged: keys="),
 }  # fmt: skip
@@ -95,12 +95,12 @@ def test_damaged_files(path: Path, tmp_path: Path) -> None:
             refuses(damaged, ".")
     for content in (whole[: len(whole) // 2], whole[:-1], whole[:7], b"", b"no safetensors", whole + b"x"):
         damaged.write_bytes(content)
-        refuses(damaged, "damaged, or no safetensors file")
+        refuses(damaged, "damaged, or not a safetensors file")
     refuses(changed(path, lambda h, t, m: m.pop("sha256"), honest=False), "checksum")
     for missing in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(FileNotFoundError, match=f"cache file '{missing}'"):
             CompressedCache.load(missing, config())
-    refuses(Path(codebooks(4)), "not a file of cache")
+    refuses(Path(codebooks(4)), "not a kvcache-compress file of cache")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
     assert cache.packed_tokens > 0
     cache.save(tmp_path / "x")
     here.rename(there)
-    refuses(tmp_path / "x", "codebooks='.*here.safetensors' for commvq: there is no such file", small_config(3))
+    refuses(tmp_path / "x", "codebooks='.*here.safetensors' for commvq: no such file", small_config(3))
     loaded = CompressedCache.load(tmp_path / "x", small_config(3), codebooks=there)
     assert loaded.compression.layers[0].keys.model_extra["codebooks"] == str(there)
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(loaded.layers, cache.layers, strict=True))
@@ -241,7 +241,7 @@ def test_other_layers(family: str, tmp_path: Path) -> None:
     loaded = continued(model, cache, tmp_path / "x", 1, 17, 1)
     assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
     for index in [i for i, layer in enumerate(cache.layers) if type(layer).__name__ == "DynamicSlidingWindowLayer"][:1]:
-        refuses(changed(tmp_path / "x", _attribute(index, "sliding_window", 8)), "sliding_window=8", model.config)
+        refuses(changed(tmp_path / "x", _attribute(index, "sliding_window", 8)), "sliding_window is 8", model.config)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

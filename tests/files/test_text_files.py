@@ -12,33 +12,22 @@ from support.models.small_model import small_config
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.eval.runner.comparison import Comparison
 from kvcache_compress.eval.studies.vectors import embeddings_from
+from kvcache_compress.eval.tasks.benchmark import make_benchmark
 from kvcache_compress.eval.tasks.haystack import haystack_words
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows
 from kvcache_compress.eval.tasks.longbench.prompts import read_templates
 from kvcache_compress.eval.tasks.perplexity import _read
 from kvcache_compress.eval.tasks.samples import read_jsonl
-from kvcache_compress.files.text import MOST_DEPTH, MOST_NODES, MOST_YAML_BYTES, parse_json, parse_yaml
+from kvcache_compress.files.text import parse_json, parse_yaml
 from kvcache_compress.validation import on_one_line, shortened
 
 SIDES = "keys: {method: kivi, bits: 4}\nvalues: {method: kivi, bits: 2}\n"
 
 
-def bomb(levels: int = 12, width: int = 12) -> str:
-    """YAML of a few hundred bytes whose aliases expand to billions of values."""
-    lines = ["a0: &a0 [x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]
-    return "\n".join(lines) + f"\nkeys: *a{levels - 1}\nvalues: none\n"
-
-
 YAML = {
-    "alias bomb": (bomb(), f"more than {MOST_NODES} values, with what aliases repeat"),
-    "merge bomb": (bomb().replace("keys: *a11", "keys: {<<: *a11}"), f"more than {MOST_NODES} values"),
-    "deep by aliases": ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 99)), "50 levels"),
-    "within itself": ("keys: &a [*a]", "alias 'a' within what it stands for"),
-    "brackets": ("keys: " + "[" * 5000 + "]" * 5000, f"more than {MOST_DEPTH} levels"),
-    "indented": ("".join(" " * i + f"k{i}:\n" for i in range(600)) + " " * 600 + "x", f"more than {MOST_DEPTH} levels"),
-    "many": ("keys: [" + "x, " * 2 * MOST_NODES + "]", f"more than {MOST_NODES} values"),
-    "large": ("# " + "x" * MOST_YAML_BYTES, f"bytes; allowed up to {MOST_YAML_BYTES}"),
+    "brackets": ("keys: " + "[" * 1000 + "]" * 1000, "not YAML: nested too deeply"),
+    "open brackets": ("keys: " + "[" * 1000, "not YAML: nested too deeply"),
+    "braces": ("keys: " + "{a: " * 1000 + "}" * 1000, "not YAML: nested too deeply"),
     "digits": (SIDES + "sink_tokens: " + "9" * 5000, "4300"),
     "hexadecimal digits": (SIDES + "sink_tokens: 0x" + "f" * 5000, "sink_tokens=<integer of 20000 bits>"),
     "digits of base 60": (SIDES + "sink_tokens: 1" + ":59" * 5000, "sink_tokens=<integer of"),
@@ -50,20 +39,21 @@ YAML = {
     "many wrong": (SIDES + "layers: [" + "3, " * 4000 + "]", "and 3997 more"),
     "twice": ("keys: kivi\nvalues: kivi\nkeys: none\n", "not YAML: line 3: key 'keys' appears twice"),
     "twice, nested": ("keys: {method: kivi,\n  bits: 2, bits: 4}\nvalues: none", "key 'bits' appears twice"),
+    "twice, quoted": ("keys: none\n'keys': none\nvalues: none", "key 'keys' appears twice"),
     "two texts": ("keys: none\n---\nvalues: none", "not YAML: line 2: but found another document"),
     "a tag": ("keys: !!python/name:os.system\nvalues: none", "not YAML: line 1: could not determine a constructor"),
-    "a tag on no date": (SIDES + "seed: !!timestamp x", "not YAML: a tag on a value that it does not fit"),
+    "a tag on no date": (SIDES + "seed: !!timestamp x", "not YAML: a tag does not fit its value"),
+    "a tag on nothing": (SIDES + "seed: !!int ''", "not YAML: a tag does not fit its value"),
+    "a tag on no boolean": (SIDES + "seed: !!bool x", "not YAML: a tag does not fit its value"),
     "control": ("keys: \x00", "not YAML: unacceptable character #x0000"),
     "a number for a key": ("? 3\n: 3\nkeys: none\nvalues: none", "3"),
-    "no mapping": ("- keys", "a mapping is needed"),
-    "nothing": ("", "a mapping is needed"),
     "a list for a key": ("? [3]\n: 3\nkeys: none\nvalues: none", "not YAML: line 1: found unhashable key"),
 }
 
 
 def refused(call: Callable[[], Any], name: str, message: str) -> None:
     """Assert that a call quickly raises a one-line `ValueError` that begins with the file's name."""
-    started = time.process_time()
+    started = time.perf_counter()
     with pytest.raises(ValueError, match=r".") as caught:
         call()
     text = str(caught.value)
@@ -71,7 +61,7 @@ def refused(call: Callable[[], Any], name: str, message: str) -> None:
     assert name in text[:600]
     assert len(text) < 1500
     assert "\n" not in text
-    assert time.process_time() - started < 5
+    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("case", YAML)
@@ -80,26 +70,26 @@ def test_yaml(case: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     refused(lambda: load_config(path), "mine.yaml: ", message)
-    if "not YAML" in message or "more than" in message or "twice" in message:
+    if "not YAML" in message or "twice" in message:
         refused(lambda: Comparison.read(path), "mine.yaml: ", message)
         refused(lambda: read_templates(path, [TASKS["qasper"]]), "mine.yaml", message)
 
 
 def test_yaml_that_is_fine() -> None:
     """Valid YAML loads: anchors, merges with overridden keys, and the same key in two mappings."""
-    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\nd: [*a, *b]\n1: 2\n'1': 3\n"
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *a, y: 4}\nd: [*a, *b]\n1: 2\n'1': 3\n"
     a, b = {"x": 1, "y": 2}, {"x": 3, "y": 2}
-    assert parse_yaml(text, "x") == {"a": a, "b": b, "c": {"x": 3, "y": 4}, "d": [a, b], 1: 2, "1": 3}
+    assert parse_yaml(text, "x") == {"a": a, "b": b, "c": {"x": 1, "y": 4}, "d": [a, b], 1: 2, "1": 3}
     assert parse_yaml("", "x") is None
-    deep = "[" * (MOST_DEPTH - 1) + "]" * (MOST_DEPTH - 1)
-    assert str(parse_yaml(deep, "x")) == deep
 
 
 FILES = {
-    "not UTF-8": (lambda path: path.write_bytes(b"keys: \xff\xfe"), "not a text in UTF-8"),
-    "a folder": (lambda path: path.mkdir(), "a folder; a file is needed"),
+    "not UTF-8": (lambda path: path.write_bytes(b"keys: \xff\xfe"), "not text in UTF-8"),
+    "UTF-16": (lambda path: path.write_text("keys: none", encoding="utf-16"), "not text in UTF-8"),
+    "a folder": (lambda path: path.mkdir(), "is a folder; pass a file"),
     "nothing": (lambda path: None, "no such file"),
     "a pipe": (lambda path: os.mkfifo(path), "no such file"),
+    "a loop": (lambda path: path.symlink_to(path), "no such file"),
 }
 
 
@@ -126,10 +116,10 @@ def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path
     make, message = FILES[case]
     path = tmp_path / name
     make(path)
-    started = time.process_time()
+    started = time.perf_counter()
     with pytest.raises(ValueError, match=r".") as caught:
         read(path)
-    assert time.process_time() - started < 2
+    assert time.perf_counter() - started < 2
     text = str(caught.value)
     assert str(tmp_path) in text
     assert "\n" not in text
@@ -138,10 +128,13 @@ def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path
 
 
 def test_names_that_are_no_files() -> None:
-    for source in ("x" * 10**6, "x" * 300 + ".yaml", "a\0b.yaml", "/dev/zero", ""):
-        with pytest.raises(ValueError, match=r"no such file|unknown preset|a folder") as caught:
+    for source in ("x" * 10**6, "x" * 300 + ".yaml", "y" * 10**6 + ".yaml", "a\0b", "a\0b.yaml", "/dev/zero", ""):
+        with pytest.raises(ValueError, match=r"no such file|unknown preset|is a folder") as caught:
             load_config(source)
         assert len(str(caught.value)) < 1000
+    with pytest.raises(ValueError, match="config=") as caught:
+        load_config(["x" * 10**6] * 1000)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 2000
 
 
 JSON = {
@@ -162,6 +155,20 @@ def test_json(case: str, tmp_path: Path) -> None:
     refused(lambda: read_jsonl(path, ()), "x.json, line 1", message)
     refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", message)
     refused(lambda: load_rows(str(path), "v1"), "x.json", message)
+
+
+def test_options_of_benchmarks_are_of_their_types() -> None:
+    for kind, options in {
+        "perplexity": {"windows": True, "prefix": "1024", "texts": "x", "step": 1.0},
+        "needle": {"lengths": [True], "depths": ["0"], "digits": False, "chat_template": 1, "cached_question": "yes"},
+        "longbench": {"tasks": [3], "max_prompt_tokens": True, "cached_question": 0},
+        "gsm8k": {"shots": False, "data": 3, "cached_question": "no"},
+        "ruler": {"max_new_tokens": True, "chat_template": "true"},
+    }.items():
+        for name, value in options.items():
+            data = {"data": "x"} if kind == "ruler" else {}
+            with pytest.raises(ValueError, match=f"benchmark {kind}: {name}(.0)?=.{{0,3}}{str(value).strip('[]')}"):
+                make_benchmark(kind, {**data, name: value})
 
 
 def test_long_messages_keep_their_start_and_their_end() -> None:

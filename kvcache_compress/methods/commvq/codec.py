@@ -202,7 +202,7 @@ class CommVQCodec(Codec):
 
 
 def _local_heads(file: Codebooks, context: CodecContext) -> slice:
-    """Heads of the file that this layer holds; see `ModelFacts.local_heads`."""
+    """Heads of the file that this layer holds; see `ModelFile.local_heads`."""
     heads, stored = file.local_heads(context.heads, context.head_dim), file.facts.kv_heads
     if context.heads < stored and context.side == "values" and file.encoder_bits:
         raise file.refusal(

@@ -46,12 +46,12 @@ def read_windows(
         ImportError: a source is on the hub, and the package datasets is missing.
     """
     if tokens < context:
-        raise ValueError(f"tokens={tokens}: allowed at least one window of {context}")
+        raise ValueError(f"tokens={tokens}: must be at least {context}, the size of a window")
     check_sources(sources)
     start: list[int] = list(tokenizer("")["input_ids"])
     length = context - len(start)
     if length < 1:
-        raise ValueError(f"context={context}: allowed more than the {len(start)} tokens that begin a text")
+        raise ValueError(f"context={context}: must be more than {len(start)}, the tokens that the tokenizer puts first")
     wanted = tokens // context
     pieces: list[list[int]] = []
     count = 0
@@ -65,8 +65,8 @@ def read_windows(
     fitting = len(joined) // length
     if fitting < wanted:
         raise ValueError(
-            f"tokens={tokens}: too little text, {len(joined)} tokens in {', '.join(sources)}; "
-            + (f"allowed up to {fitting * context}, or more text" if fitting else f"a window has {context}")
+            f"tokens={tokens}: too little text, {len(joined)} tokens in {', '.join(sources)}. Add text"
+            + (f", or ask for at most {fitting * context}" if fitting else f"; a window takes {context}")
         )
     spare = len(joined) - length
     begins = [index * spare // max(wanted - 1, 1) for index in range(wanted)]
@@ -77,12 +77,12 @@ def read_windows(
 def check_sources(sources: Sequence[str]) -> None:
     """Raise `ValueError` if there are no sources, or one is neither a file nor looks like a dataset's id."""
     if not sources:
-        raise ValueError("text=[]: allowed are text files, or a dataset's id on the hub")
+        raise ValueError("text=[]: must name text files, or a dataset on the hub")
     for source in sources:
         path = Path(source).expanduser()
         hub_id = _HUB_ID.fullmatch(source) and not _FILE_NAME.fullmatch(source) and not path.parent.is_dir()
         if not path.is_file() and not hub_id:
-            raise ValueError(f"text={source!r}: no such file; allowed are text files, or a dataset's id on the hub")
+            raise ValueError(f"text={source!r}: no such file, and not the id of a dataset on the hub")
 
 
 def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
@@ -95,7 +95,7 @@ def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
         try:
             yield from ((text, False) for text in _file_texts(path, most))
         except UnicodeDecodeError as error:
-            raise ValueError(f"text={source!r}: not a text in UTF-8 ({error})") from None
+            raise ValueError(f"text={source!r}: not text in UTF-8 ({error})") from None
 
 
 def _file_texts(path: Path, most: int) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _hub_texts(source: str) -> Iterator[str]:
         rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
         for row in rows:
             if "text" not in row:
-                raise ValueError(f"text={source!r}: the dataset has no column 'text', but {', '.join(row)}")
+                raise ValueError(f"text={source!r}: the dataset has no column 'text' (it has {', '.join(row)})")
             if row["text"].strip():
                 yield row["text"]
     except ValueError:

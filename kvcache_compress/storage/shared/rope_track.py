@@ -27,8 +27,8 @@ DTYPE = torch.float16
 @cache
 def _warn_of_positions() -> None:
     logger.warning(
-        "the model does not hand over its position embeddings, so keys of left-padded rows are encoded as if at other "
-        "positions, and less exactly: call enable_fused_attention(model), or register_position_hooks(model)"
+        "the cache does not see the model's position embeddings, so keys of left-padded rows are encoded as if at "
+        "other positions, which costs accuracy. Call enable_fused_attention(model), or register_position_hooks(model)"
     )
 
 
@@ -43,7 +43,7 @@ class RopeTrack:
     Row g of `buffer` `[B, capacity, 2 * rotary]` belongs to token `first + g * stride`, the first token of packed group
     g. The last row of a static track belongs to no group.
 
-    With hooks on the model, its attention modules provide each step's position embeddings (`inputs`). Without them, the
+    With hooks on the model, its attention modules provide each step's position embeddings (`inputs`). Otherwise the
     track computes the embeddings of the tokens' indices in the cache; keys of left-padded rows are then encoded as if
     at other positions, which costs accuracy. A model on several devices has one copy per device (`at`); the first copy
     applies operations to all of them.

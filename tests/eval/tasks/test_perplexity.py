@@ -200,7 +200,7 @@ def test_bad_texts(model: LlamaForCausalLM, text: Path, tmp_path: Path) -> None:
     folder.mkdir()
     for path, message in (
         (tmp_path / "nowhere.txt", "no such file"),
-        (tmp_path / "bytes.txt", "not a text in UTF-8"),
+        (tmp_path / "bytes.txt", "not text in UTF-8"),
         (folder, "no .txt file in the folder"),
     ):
         (full,) = run(model, path)

@@ -30,9 +30,9 @@ def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, A
 
 
 DAMAGES: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "version": (lambda h, t, m: m.update(version="2"), "format version '2', this release reads '1'"),
+    "version": (lambda h, t, m: m.update(version="2"), "format version '2', but this release reads '1'"),
     "long version": (lambda h, t, m: m.update(version="x\n" * 2000), "format version"),
-    "kind": (lambda h, t, m: m.update(kind="pt"), "not a file of codebooks"),
+    "kind": (lambda h, t, m: m.update(kind="pt"), "not a kvcache-compress file of codebooks"),
     "no heads": (lambda h, t, m: h["model"].pop("kv_heads"), "kv_heads"),
     "layer": (lambda h, t, m: t.pop("values.1.codebooks"), "it holds no values of layer 1"),
     "shape": (_changed(lambda x: x[:, :, :, :15]), "damaged: keys of .* 15 centres"),
@@ -65,9 +65,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     whole = Path(codebook_file(32)).read_bytes()
     for content in (whole[: len(whole) // 2], whole[:20], b"", b"not safetensors at all"):
         (tmp_path / "x.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged, or no safetensors file"):
+        with pytest.raises(ValueError, match=r"damaged, or not a safetensors file"):
             CommVQCache(config, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"nowhere.safetensors' for commvq: there is no such file. .*calibrate"):
+    with pytest.raises(ValueError, match=r"nowhere.safetensors' for commvq: no such file. .*calibrate"):
         CommVQCache(config, tmp_path / "nowhere.safetensors")
     with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
         CommVQCache(config)
