@@ -81,6 +81,7 @@ class KernelSide:
     prologue: keys only, makes the launch between the map and attention that maps the queries once more for each group
         of tokens, from the side and the arguments of both (`spectral.turn_call`).
     group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
+    tile: keys only, a tile to use instead of the one that `tile_shape` chooses.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
@@ -96,6 +97,7 @@ class KernelSide:
     headroom: float = 1.0
     prologue: Callable[..., KernelCall] | None = None
     group: int = 1
+    tile: Tile | None = None
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
