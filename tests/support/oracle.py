@@ -180,7 +180,7 @@ class OracleLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        prompt = not self.get_seq_length() or key_states.shape[2] > 128
+        prompt = not self.get_seq_length() or key_states.shape[2] > 129
         if not prompt and (self.config.quantize_generated or key_states.shape[2] > 16):
             self._flush()
         self.rope.update(*self.rotary.factors(self.get_seq_length(), key_states))
