@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
@@ -135,6 +135,7 @@ KNOWN_STACK = {
     "turboquant-k3v2: attend_kernel": 8,
     "turboquant-2bit: write_slots_kernel": 16,
     "commvq-paper: attend_kernel": 24,
+    "commvq-2bit: attend_kernel": 72,
 }
 """Known stack bytes of a kernel; more of them fail.
 
@@ -142,7 +143,8 @@ Queries and sums of two or four components, 512 numbers in all, or 256 in float3
 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is
 taken, once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end,
 and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps up to
-twelve numbers, none of them in its loops. Keys of CommVQ keep six on sm_100 beside values of the paper's encoder."""
+twelve numbers, none of them in its loops. Keys of CommVQ keep six on sm_100 beside values of the paper's
+encoder, and eighteen with a mask."""
 
 
 class Figures(NamedTuple):
@@ -216,9 +218,12 @@ def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
     return found
 
 
-def launching_for(target: str) -> AbstractContextManager[Any]:
-    """Context in which launches have the arguments that they have on one of `TARGETS`."""
-    return mock.patch.object(plan, "PORTABLE", TARGETS[target].backend == "hip")
+@contextmanager
+def launching_for(target: str) -> Iterator[None]:
+    """Give launches the arguments that they have on one of `TARGETS`; plans made for another target are forgotten."""
+    portable = TARGETS[target].backend == "hip"
+    with mock.patch.object(plan, "PORTABLE", portable), mock.patch.dict(plan._plans, clear=True):
+        yield
 
 
 def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
