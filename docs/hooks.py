@@ -91,7 +91,7 @@ def with_site_links(markdown: str, source: str, page: str, address: str | None) 
 def commands() -> str:
     """Page of all commands, from their own help."""
     from kvcache_compress.cli import app
-    from kvcache_compress.eval.cli.app import app as evaluations
+    from kvcache_compress.cli.evaluate.app import app as evaluations
 
     lines = [
         "# Command line",

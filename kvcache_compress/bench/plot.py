@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcache_compress.eval.provenance.artifacts import save_figure
-from kvcache_compress.eval.reporting.drawing import COLORS, MARKERS, PRINTED, THEME, new_figure, shortened, style
+from kvcache_compress.eval.reporting.drawing import COLORS, MARKERS, THEME, new_figure, save_figure, style
+from kvcache_compress.validation import shortened
 
 from .decode import DecodeTime
 
@@ -48,6 +48,6 @@ def decode_plot(rows: Sequence[DecodeTime], title: str, path: Path) -> None:
         panels[0].set_ylabel("milliseconds per step")
         figure.suptitle(shortened(title, 80), fontsize=10)
         handles = {label: line for ax in panels for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        names = [shortened(name) for name in handles]
+        names = [shortened(name, 26) for name in handles]
         figure.legend(handles.values(), names, loc="outside lower center", ncols=2 if len(batches) == 1 else 4)
-        save_figure(figure, path, **PRINTED)
+        save_figure(figure, path)

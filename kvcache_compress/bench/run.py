@@ -12,7 +12,7 @@ import torch
 from kvcache_compress.cache.estimate import model_shape
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import circumstances, without_folders, write_atomically
-from kvcache_compress.eval.reporting.drawing import require_matplotlib
+from kvcache_compress.validation import require
 
 from .decode import DecodeTime, measure_decode
 from .layers import Shape
@@ -85,7 +85,7 @@ def run_bench(
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
     if plot is not None:
-        require_matplotlib()
+        require("matplotlib", "plots", "matplotlib")
     presets = list(dict.fromkeys(presets or PRESETS))
     for preset in presets:
         load_config(preset)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
 
 from kvcache_compress.validation import MOST_TOKENS
 
@@ -14,8 +18,10 @@ from .console import console, errors_as_lines, importing
 
 def tune(
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")] = "smollm2-135m",
-    bits: Annotated[float | None, typer.Option(help="Bits per packed number, everything counted.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Bytes of the whole cache, such as 2GB; needs --context.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Budget: bits per packed number, everything counted.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Budget: bytes of the whole cache, such as 2GB; needs --context.")
+    ] = None,
     context: Annotated[str | None, typer.Option(help="Tokens of each sequence, such as 128K.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
     text: Annotated[
@@ -25,44 +31,61 @@ def tune(
         list[Path] | None, typer.Option(help="Text to certify the result on, by default the same; repeatable.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="YAML file to write.", dir_okay=False)] = None,
-    base: Annotated[str, typer.Option(help="Preset or YAML file: methods and windows.")] = "best-2bit",
+    base: Annotated[
+        str, typer.Option(help="Preset or YAML file with the methods and dense tokens to start from.")
+    ] = "best-2bit",
     also: Annotated[
         list[str] | None, typer.Option(help="Preset or YAML file whose methods a side may have too; repeatable.")
     ] = None,
     level: Annotated[list[float] | None, typer.Option(help="Bits that a side may have; repeatable.")] = None,
     sinks: Annotated[
-        list[int] | None, typer.Option(help="First tokens that stay dense; with --memory repeatable.", min=0)
+        list[int] | None, typer.Option(help="First tokens that stay dense; repeatable with --memory.", min=0)
     ] = None,
     recent: Annotated[
-        list[int] | None, typer.Option(help="Last tokens that stay dense; with --memory repeatable.", min=0)
+        list[int] | None, typer.Option(help="Last tokens that stay dense; repeatable with --memory.", min=0)
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows of each text to measure on.", min=1)] = 2,
     prefix: Annotated[int, typer.Option(help="Tokens to prefill.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Tokens to score after them; --verify scores 256.", min=1)] = 96,
     verify: Annotated[str | None, typer.Option(help="Preset or YAML file to certify, instead of tuning.")] = None,
     codebooks: Annotated[Path | None, typer.Option(help="CommVQ's file for this model.")] = None,
-    statistics: Annotated[Path | None, typer.Option(help="Spectral's file for this model, if not measured.")] = None,
+    statistics: Annotated[
+        Path | None, typer.Option(help="Spectral's file for this model; by default measured in the prefill.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="Device; the accelerator if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the model; by default the accelerator.")] = None,
 ) -> None:
     """Find the best cache of a model within a budget, layer by layer, and write it as a config; resumable."""
     with importing():
-        from kvcache_compress.eval.tuning.command import run_tuning
+        from kvcache_compress.eval.runner.progress import ProgressLine
+        from kvcache_compress.eval.tuning.run import tune_config, verify_config
 
-    budget: dict[str, Any] = {"bits": bits, "memory": memory, "context": context, "batch": batch}
-    sizes: dict[str, Any] = {"windows": windows, "prefix": prefix, "scored": scored}
-    sizes |= {"levels": level} if level else {}
-    others: dict[str, Any] = {
-        "check_texts": check_text or [],
-        "base": base,
-        "also": also or [],
-        "sinks": sinks or [],
-        "recent": recent or [],
-        "verify": verify,
-        "codebooks": codebooks,
-        "statistics": statistics,
-        "dtype": dtype,
-        "device": device,
-    }
+    started = time.perf_counter()
+    common: dict[str, Any] = {"prefix": prefix, "codebooks": codebooks, "statistics": statistics, "dtype": dtype}
+    common |= {"device": device, "on_progress": ProgressLine()}
     with errors_as_lines():
-        run_tuning(console, model, text or [], output, **budget, **sizes, **others)
+        if verify is not None:
+            if bits is not None or memory is not None or output is not None:
+                raise ValueError("--verify certifies a preset as it is; drop --bits, --memory and --output")
+            result = verify_config(model, verify, check_text or text or [], **common)
+        else:
+            if output is None:
+                raise ValueError("--output is missing: the YAML file to write")
+            levels: dict[str, Any] = {"levels": level} if level else {}
+            result = tune_config(
+                model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
+                check_texts=check_text or [], base=base, also=also or [], sinks=sinks or [], recent=recent or [],
+                windows=windows, scored=scored, **levels, **common,
+            )  # fmt: skip
+    table = Table(title=escape(result.title), box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("cache", "bits", "KL", "99.9 %", "same top", "perplexity"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=heading != "cache")
+    for name, loss in result.losses.items():
+        spread = "" if loss.kl_stderr is None else f" ± {loss.kl_stderr:.4f}"
+        cells = f"{loss.packed_bits:.3f}", f"{loss.kl:.4f}{spread}", f"{loss.kl_999:.3f}", f"{loss.top1:.3f}"
+        table.add_row(escape(name), *cells, f"{loss.perplexity:.2f}")
+    console.print(table)
+    if verify is None:
+        minutes = (time.perf_counter() - started) / 60
+        expected = "{:.4f}, and {:.4f} with equal bits everywhere".format(*result.expected)
+        console.print(escape(f"{output}: {minutes:.1f} minutes. The KL expected from the measurements was {expected}."))
