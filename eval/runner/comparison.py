@@ -129,7 +129,7 @@ class Comparison(StrictOptions):
         return suite
 
     def missing(self) -> dict[str, list[Path]]:
-        """Missing files by the benchmark that reads them; those of models and caches have the key ''."""
+        """Missing files by the benchmark that reads them; files of models and caches have the key ''."""
         files = {name: list(vars(benchmark).values()) for name, benchmark in self.suite().items()}
         entries: list[Calibrated] = [*self.models, *self.caches]
         files[""] = [path for entry in entries for path in (entry.codebooks, entry.statistics)]

@@ -35,17 +35,17 @@ CHECKS, SCORED = 3, 256
 
 @dataclass(frozen=True)
 class TuningResult:
-    """A tuned config, as written to a file.
+    """Certified losses of configs.
 
     Attributes:
-        title: the budget, and the texts on which the losses were measured.
-        losses: certified losses of the tuned config, and of the best one with equal bits everywhere.
-        expected: KL of both, as estimated from the measurements.
+        title: the budget or the preset, and the texts on which the losses were measured.
+        losses: losses by config: the tuned one and the best one with equal bits everywhere, or the preset.
+        expected: KL of the first two, as estimated from the measurements.
     """
 
     title: str
     losses: dict[str, Loss]
-    expected: tuple[float, float]
+    expected: tuple[float, float] | None = None
 
 
 def verify_config(
@@ -63,7 +63,7 @@ def verify_config(
     loaded, tokenizer = load(model, dtype, device)
     checks = [sample for text in texts for sample in _cut(loaded, tokenizer, text, prefix, CHECKS)]
     (loss,) = certify(_windows(loaded, checks), [config], on_progress)
-    return TuningResult(f"{preset}, {_named(texts)}", {preset: loss}, (loss.kl, loss.kl))
+    return TuningResult(f"{preset}, {_named(texts)}", {preset: loss})
 
 
 def tune_config(

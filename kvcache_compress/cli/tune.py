@@ -18,44 +18,48 @@ from .console import console, errors_as_lines, importing
 
 def tune(
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")] = "smollm2-135m",
-    bits: Annotated[float | None, typer.Option(help="Budget: bits per packed number, everything counted.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Budget in bits per packed number, with everything counted.")
+    ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Budget: bytes of the whole cache, such as 2GB; needs --context.")
+        str | None, typer.Option(help="Budget for the whole cache, such as 2GB; needs --context.")
     ] = None,
     context: Annotated[str | None, typer.Option(help="Tokens of each sequence, such as 128K.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
+    batch: Annotated[int, typer.Option(help="Number of sequences.", min=1, max=MOST_TOKENS)] = 1,
     text: Annotated[
         list[Path] | None, typer.Option(help="Text file, or folder of .txt files, to measure on; repeatable.")
     ] = None,
     check_text: Annotated[
-        list[Path] | None, typer.Option(help="Text to certify the result on, by default the same; repeatable.")
+        list[Path] | None, typer.Option(help="Text to verify the result on, by default the same; repeatable.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="YAML file to write.", dir_okay=False)] = None,
     base: Annotated[
-        str, typer.Option(help="Preset or YAML file with the methods and dense tokens to start from.")
+        str, typer.Option(help="Preset or YAML file to start from: its methods and windows.")
     ] = "best-2bit",
     also: Annotated[
-        list[str] | None, typer.Option(help="Preset or YAML file whose methods a side may have too; repeatable.")
+        list[str] | None, typer.Option(help="Preset or YAML file with more methods to choose from; repeatable.")
     ] = None,
-    level: Annotated[list[float] | None, typer.Option(help="Bits that a side may have; repeatable.")] = None,
+    level: Annotated[
+        list[float] | None, typer.Option(help="Bits to choose from for keys and values; repeatable.")
+    ] = None,
     sinks: Annotated[
-        list[int] | None, typer.Option(help="First tokens that stay dense; repeatable with --memory.", min=0)
+        list[int] | None, typer.Option(help="Number of first tokens that stay dense; repeatable with --memory.", min=0)
     ] = None,
     recent: Annotated[
-        list[int] | None, typer.Option(help="Last tokens that stay dense; repeatable with --memory.", min=0)
+        list[int] | None, typer.Option(help="Number of last tokens that stay dense; repeatable with --memory.", min=0)
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows of each text to measure on.", min=1)] = 2,
-    prefix: Annotated[int, typer.Option(help="Tokens to prefill.", min=1)] = 1024,
-    scored: Annotated[int, typer.Option(help="Tokens to score after them; --verify scores 256.", min=1)] = 96,
-    verify: Annotated[str | None, typer.Option(help="Preset or YAML file to certify, instead of tuning.")] = None,
+    windows: Annotated[int, typer.Option(help="Number of windows of each text to measure on.", min=1)] = 2,
+    prefix: Annotated[int, typer.Option(help="Number of tokens to prefill.", min=1)] = 1024,
+    scored: Annotated[int, typer.Option(help="Number of tokens to score after them; --verify scores 256.", min=1)] = 96,
+    verify: Annotated[str | None, typer.Option(help="Preset or YAML file to measure, instead of tuning.")] = None,
     codebooks: Annotated[Path | None, typer.Option(help="CommVQ's file for this model.")] = None,
     statistics: Annotated[
-        Path | None, typer.Option(help="Spectral's file for this model; by default measured in the prefill.")
+        Path | None, typer.Option(help="Spectral's file for this model; by default statistics come from each prompt.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="Device of the model; by default the accelerator.")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="Device; by default the accelerator if there is one.")] = None,
 ) -> None:
-    """Find the best cache of a model within a budget, layer by layer, and write it as a config; resumable."""
+    """Find the best cache for a model within a budget, layer by layer, and write its config; resumable."""
     with importing():
         from kvcache_compress.eval.runner.progress import ProgressLine
         from kvcache_compress.eval.tuning.run import tune_config, verify_config
@@ -85,7 +89,7 @@ def tune(
         cells = f"{loss.packed_bits:.3f}", f"{loss.kl:.4f}{spread}", f"{loss.kl_999:.3f}", f"{loss.top1:.3f}"
         table.add_row(escape(name), *cells, f"{loss.perplexity:.2f}")
     console.print(table)
-    if verify is None:
+    if result.expected is not None:
         minutes = (time.perf_counter() - started) / 60
         expected = "{:.4f}, and {:.4f} with equal bits everywhere".format(*result.expected)
         console.print(escape(f"{output}: {minutes:.1f} minutes. The KL expected from the measurements was {expected}."))

@@ -29,6 +29,6 @@ TableOption = Annotated[
     Path | None, typer.Option(help="File of results (.jsonl), a line per cache; a later run continues there.")
 ]
 SeedOption = Annotated[int, typer.Option(help="Random seed.", min=0, max=LARGEST_SEED)]
-DtypeOption = Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str | None, typer.Option(help="Device of the model; by default the accelerator.")]
+DtypeOption = Annotated[str, typer.Option(help="Dtype of the model: float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str | None, typer.Option(help="Device; by default the accelerator if there is one.")]
 FusedOption = Annotated[bool, typer.Option("--fused", help="Attend over the codes instead of decoding them.")]
