@@ -1,23 +1,22 @@
 """Time compressed caches on this CPU. Nothing else should run meanwhile.
 
-    python benchmarks/cpu.py           # steps and prompts of SmolLM2, ten minutes; to benchmarks/results/cpu.json
-    python benchmarks/cpu.py prompt    # the share of a cache in a prompt; to benchmarks/results/prefill_share.json
+    python benchmarks/cpu.py           # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
+    python benchmarks/cpu.py prompt    # a cache's share in a prompt; writes benchmarks/results/prefill_share.json
     python benchmarks/cpu.py encode    # encoding keys and values, in torch and in C++; prints a table
     python benchmarks/cpu.py store     # storing a step's token in growing and static caches; prints a table
 
-What is compared takes turns. All but the first are of one layer and one thread, in float32. CommVQ's codebooks are
+Compared caches take turns. All commands but the first time one layer on one thread, in float32. CommVQ's codebooks are
 random, which does not change its times.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -28,9 +27,10 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.decode import random_view
 from kvcache_compress.bench.layers import SHAPES, Shape, single_layer
 from kvcache_compress.bench.steps import measure_steps
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.eval.provenance.results import circumstances, write_atomically
+from kvcache_compress.eval.provenance.results import write_json
+from kvcache_compress.eval.reporting.report import markdown_table
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
@@ -44,11 +44,11 @@ PRESETS = (
 """One preset of each method and form of codes."""
 HEADS = {"9/3 heads of 64": Shape(9, 3, 64), "32/8 heads of 128": Shape(32, 8, 128)}
 SHAPE, MLP = SHAPES["llama-3.1-8b"], 14_336
-"""Attention and hidden size of the layer whose prompt is timed."""
+"""Shape of attention, and hidden size, of the layer whose prompt is timed."""
 BLOCK = 32
-"""Steps over which the time of storing is averaged: tokens are packed at most once in that many."""
+"""Steps over which the time of storing is averaged, as tokens are packed once in that many steps."""
 Presets = Annotated[list[str], typer.Option("--preset", help="Presets to measure.")]
-Turns = Annotated[int, typer.Option(min=1, help="Turns that count, after one that does not.")]
+Turns = Annotated[int, typer.Option(min=1, help="Turns that count; one more warms up.")]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
@@ -73,7 +73,7 @@ def model(
         torch.set_num_threads(1)
         return
     smollm2, _ = load_model("smollm2-135m")
-    where, rows = circumstances(CPU), []
+    rows = []
     for count in tokens:
         ids = torch.randint(1000, smollm2.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         for row in measure_steps(smollm2, [resolve_cache(name) for name in cache], ids, steps, prefills):
@@ -82,10 +82,7 @@ def model(
                 row.error
                 or f"{count} {row.cache}: {row.step_ms:.1f} ms, {row.ratio:.2f}x; prompt {row.prefill_ratio:.2f}x"
             )
-    write_atomically(
-        output,
-        json.dumps({"model": "SmolLM2-135M, float32", "steps": steps, "rows": rows} | where, indent=1) + "\n",
-    )
+    write_json(output, {"model": "SmolLM2-135M, float32", "steps": steps, "rows": rows}, CPU)
 
 
 @app.command()
@@ -97,17 +94,20 @@ def prompt(
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "prefill_share.json",
 ) -> None:
     """Time what a cache adds to a prompt in one layer of Llama-3.1-8B's shape with random weights; needs 4 GB."""
-    where, measured = circumstances(CPU), list(prompt_rows(one_layer(), preset, tokens, turns))
-    print("| cache | prompt | of full | the cache's part | of full |\n|---|---:|---:|---:|---:|")
-    for row in measured:
-        cells = f"{row['seconds']:.2f} s | {row['ratio']:.3f} | {row['update_seconds']:.3f} s | {row['share']:.1%}"
-        print(f"| {row['cache']} | {cells} |")
-    contents = {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}
-    write_atomically(output, json.dumps(where | contents, indent=1) + "\n")
+    measured = list(prompt_rows(one_layer(), preset, tokens, turns))
+    lines = [
+        [
+            row["cache"], f"{row['seconds']:.2f} s", f"{row['ratio']:.3f}", f"{row['update_seconds']:.3f} s",
+            f"{row['share']:.1%}",
+        ]
+        for row in measured
+    ]  # fmt: skip
+    print(markdown_table(["cache", "prompt", "of full", "the cache's part", "of full"], lines))
+    write_json(output, {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}, CPU)
 
 
 def one_layer() -> LlamaModel:
-    """Model of one layer with fused attention for compressed caches."""
+    """A model of one layer, with fused attention for compressed caches."""
     config, _ = single_layer("turboquant-4bit", SHAPE)
     config.intermediate_size, config.vocab_size = MLP, 1024
     layer = LlamaModel(config).eval()
@@ -116,7 +116,7 @@ def one_layer() -> LlamaModel:
 
 
 def prompt_rows(layer: LlamaModel, presets: list[str], tokens: int, turns: int) -> Iterator[dict[str, Any]]:
-    """Medians over the turns of the full cache and each preset; `ratio` and `share` relate to the full one, by turn."""
+    """Medians over turns for the full cache and each preset; `ratio` and `share` are relative to the full cache."""
     configs = {preset: single_layer(preset, SHAPE)[1] for preset in presets}
     ids = torch.randint(1024, (1, tokens))
     by_cache: dict[str, list[tuple[float, float]]] = {name: [] for name in ("full", *configs)}
@@ -138,7 +138,7 @@ def prompt_rows(layer: LlamaModel, presets: list[str], tokens: int, turns: int) 
 
 
 def time_prompt(layer: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds that a prompt `[1, T]` takes, and those of them spent in the cache's `update`."""
+    """Seconds that a prompt `[1, T]` takes, and the part of them that the cache's `update` takes."""
     spent: list[float] = []
     update = cache.update
 
@@ -147,7 +147,7 @@ def time_prompt(layer: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[flo
         spent.append(thread_ms(lambda: states.append(update(*args, **kwargs))) / 1000)
         return states[0]
 
-    cache.update = timed  # type: ignore[method-assign]
+    cache.update = timed
     seconds = thread_ms(lambda: layer(ids, **{cache_argument(): cache})) / 1000
     return seconds, sum(spent)
 
@@ -160,26 +160,27 @@ def encode(
     turns: Turns = 9,
 ) -> None:
     """Time the encoding of a prompt's keys and values in torch and in C++."""
-    print("| ms of one thread | side |", *(f" {name}: torch | C++ |" for name in HEADS), sep="")
-    print("|---|---|" + "---:|---:|" * len(HEADS))
+    lines = []
     for name in preset:
-        for number, side in enumerate(get_args(Side)):
+        for side in SIDES:
             times: list[float] = []
             for shape in HEADS.values():
-                view = random_view(name, shape, 1, tokens, CPU, torch.float32)[number]
+                keys, values, _ = random_view(name, shape, 1, tokens, CPU, torch.float32)
+                view = keys if side == "keys" else values
                 x, rope = torch.randn(1, shape.kv_heads, tokens, shape.head_dim), view.rope(0, tokens)
                 codecs = [BACKENDS[backend].bind(view.codec) for backend in ("torch", "cpp")]
                 turned = [[thread_ms(lambda: codec.encode(x, rope)) for codec in codecs] for _ in range(turns + 1)]  # noqa: B023
                 times += map(statistics.median, zip(*turned[1:], strict=True))
-            print(f"| `{name}` | {side} |", *(f" {ms:.3g} |" for ms in times), sep="", flush=True)
+            lines.append([f"`{name}`", side, *(f"{ms:.3g}" for ms in times)])
+    heads = [f"{name}: {backend}" for name in HEADS for backend in ("torch", "C++")]
+    print(markdown_table(["ms of one thread", "side", *heads], lines, texts=(0, 1)))
 
 
 @app.command()
 @torch.inference_mode()
 def store(preset: Presets = [*PRESETS], turns: Turns = 9) -> None:  # noqa: B006
-    """Time the storing of a step's token, its share of encoding included and attention left out, after 1,024 tokens."""
-    print("| ms of one thread |", *(f" {name}: growing | static |" for name in HEADS), sep="")
-    print("|---|" + "---:|---:|" * len(HEADS))
+    """Time the storing of a step's token after 1,024 tokens, with its share of encoding and without attention."""
+    lines = []
     for name in preset:
         medians: list[float] = []
         for shape in HEADS.values():
@@ -194,7 +195,9 @@ def store(preset: Presets = [*PRESETS], turns: Turns = 9) -> None:  # noqa: B006
             for steps in zip(*times[1 + BLOCK :], strict=True):
                 blocks = [steps[at : at + BLOCK] for at in range(0, len(steps), BLOCK)]
                 medians.append(statistics.median(map(statistics.fmean, blocks)))
-        print(f"| `{name}` |", *(f" {ms:.3g} |" for ms in medians), sep="", flush=True)
+        lines.append([f"`{name}`", *(f"{ms:.3g}" for ms in medians)])
+    heads = [f"{name}: {layer}" for name in HEADS for layer in ("growing", "static")]
+    print(markdown_table(["ms of one thread", *heads], lines))
 
 
 if __name__ == "__main__":

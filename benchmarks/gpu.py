@@ -254,9 +254,11 @@ def record(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def time_encoding(preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, repeats: int) -> float:
     """Milliseconds to encode the keys and values of a prompt, one layer."""
     calls, size = [], (batch, shape.kv_heads, tokens, shape.head_dim)
-    for view in random_view(preset, shape, batch, tokens, device, DTYPE)[:2]:
+    keys, values, _ = random_view(preset, shape, batch, tokens, device, DTYPE)
+    for view in (keys, values):
         x = torch.randn(size, device=device, dtype=DTYPE)
-        calls.append(partial(view.backend.encoded, view.codec, x, view.rope(0, tokens)))
+        backend: Any = view.backend
+        calls.append(partial(backend.encoded, view.codec, x, view.rope(0, tokens)))
     return median_ms(lambda: [call() for call in calls], device, repeats, flushes=FLUSHES)
 
 

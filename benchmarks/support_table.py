@@ -1,4 +1,4 @@
-"""Write `docs/reference/support.md` from a run of every family and method; `--check`, which CI runs, only compares.
+"""Write `docs/reference/support.md` from a run of every family and method; `--check` (in CI) only compares.
 
 python benchmarks/support_table.py
 
@@ -66,7 +66,7 @@ keys and values.
 
 
 def footnote(family: str, method: str) -> str:
-    """Footnote with the reason why a method does not support a family, or only with a rule."""
+    """The reason why a method does not support a family, or only with a rule."""
     result = outcome(family, method)
     text = f"Refused: {result.reason.removeprefix(f'{method} for keys ')}."
     rule = FAMILIES[family].rule
@@ -124,7 +124,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if PAGE.read_text(encoding="utf-8") == new:
             return 0
-        print(f"{PAGE.name} is not what was found here; run: python benchmarks/support_table.py", file=sys.stderr)
+        print(f"{PAGE.name} differs from the results here; run python benchmarks/support_table.py", file=sys.stderr)
         return 1
     write_atomically(PAGE, new)
     return 0

@@ -89,7 +89,7 @@ def with_site_links(markdown: str, source: str, page: str, address: str | None) 
 def commands() -> str:
     """Write the page of all commands from their own help."""
     from kvcache_compress.cli import app
-    from kvcache_compress.eval.cli.app import app as evaluations
+    from kvcache_compress.cli.evaluate.app import app as evaluations
 
     pages = []
     for indent, (name, title, one) in enumerate((("", "Command line", app), (" eval", None, evaluations))):

@@ -1,6 +1,6 @@
 """Generate from prompts of different lengths in one batch: `python examples/batch.py`.
 
-Short prompts are padded on the left, and their padding is masked as with any other cache.
+Short prompts are padded on the left, and the padding is masked, as with any other cache.
 """
 
 import argparse

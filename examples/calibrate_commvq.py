@@ -1,7 +1,7 @@
 """Calibrate CommVQ's codebooks on a text, then use them: `python examples/calibrate_commvq.py`.
 
 The command line does the first part: `kvcache-compress calibrate --model MODEL --text TEXT.txt --output FILE`.
-The defaults here are for a look at the steps; good codebooks take 55,296 tokens and 21 rounds.
+The defaults only show the steps; good codebooks need 55,296 tokens and 21 rounds.
 """
 
 import argparse

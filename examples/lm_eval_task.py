@@ -1,8 +1,7 @@
 """Run a generation task of lm-eval with a compressed cache: `python examples/lm_eval_task.py`.
 
-Needs `pip install "kvcache-compress[clients]"`. The task is written here, so that nothing is fetched; `--task gsm8k`
-takes one of lm-eval's own. Tasks that score given answers need
-`kvcache_compress.eval.runner.harness.CachedLM` instead.
+Needs `pip install "kvcache-compress[clients]"`. The task is defined below, so nothing is downloaded; `--task gsm8k`
+runs one of lm-eval's own tasks. Tasks that score given answers need `kvcache_compress.eval.runner.harness.CachedLM`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Read a long document and compare the peak memory with `DynamicCache`: `python examples/long_document.py`.
 
-The document is read in chunks, so the cache is what grows. Each cache has a process of its own; measured is the most
-that the process holds beyond the loaded model, or on a GPU the most that PyTorch allocates.
+The document is read in chunks, so only the cache grows. Each cache runs in a process of its own. Its peak is the most
+memory that the process holds beyond the loaded model, or on a GPU the most that PyTorch allocates.
 """
 
 import argparse
@@ -29,7 +29,7 @@ arguments = parser.parse_args()
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes held while `run` runs, beyond those held before."""
+    """The most bytes held while `run` runs, beyond those held before."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

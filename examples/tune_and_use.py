@@ -8,11 +8,10 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
-from kvcache_compress.eval.tuning.command import run_tuning
+from kvcache_compress.eval.tuning.run import tune_config
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
@@ -31,7 +30,7 @@ options |= {"levels": arguments.level} if arguments.level else {}
 
 with tempfile.TemporaryDirectory() as folder:
     output = Path(folder) / "my.yaml"
-    run_tuning(Console(quiet=True), arguments.model, [arguments.text], output, **options)
+    tune_config(arguments.model, [arguments.text], output, **options)
     print("".join(line for line in output.open(encoding="utf-8") if line.startswith("#")), end="")
     print(f"{len(yaml.safe_load(output.read_text(encoding='utf-8'))['layers'])} rules for single layers")
 

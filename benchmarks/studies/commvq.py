@@ -1,4 +1,4 @@
-"""CommVQ's loss of keys by pairs per group g, centres N and rounds R (CommVQ, appendix A.4), as in the paper.
+"""CommVQ's loss of keys by pairs per group g, centres N and rounds R (CommVQ, appendix A.4).
 
 python benchmarks/studies/commvq.py --text data/wikitext-2/valid.txt
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_compress.eval.provenance.artifacts import write_json
+from kvcache_compress.eval.provenance.results import write_json
 from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, split_windows, train_side
 from kvcache_compress.methods.commvq.calibration.collect import calibrated_layers, collect, read_layer
 from kvcache_compress.methods.commvq.codebook_file import code_bits
@@ -51,8 +51,8 @@ def main(
             found: dict[str, list[list[float]]] = {"rounds": [], "held_out": []}
             seconds = 0.0
             for layer in layers:
-                states = [read_layer(path, layer, "keys", heads, head_dim) for path in folders]
-                _, losses = train_side(*states, "keys", layer, settings)
+                states, unseen = (read_layer(path, layer, "keys", heads, head_dim) for path in folders)
+                _, losses = train_side(states, unseen, "keys", layer, settings)
                 seconds += losses["seconds"]
                 for kind, by_layer in found.items():
                     by_layer.append([round(statistics.fmean(of), 5) for of in zip(*losses[kind], strict=True)])

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
-from kvcache_compress.eval.provenance.artifacts import write_json
-from kvcache_compress.eval.studies.distortion import ESTIMATORS, estimator_codec
+from kvcache_compress.codecs.base import CodecContext
+from kvcache_compress.eval.provenance.results import write_json
+from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "distortion.json"
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "mse, norm (paper)": {"codebook": "lloyd_max", "scalar": "norm"},
+    "mse, unbiased": {"codebook": "lloyd_max", "scalar": "unbiased"},
+    "prod, Gaussian S (paper)": {"estimator": "prod", "sketch": "gaussian"},
+    "prod, orthogonal S": {"estimator": "prod"},
+}
+"""Options of each estimator besides its bits and a uniformly random rotation."""
+CPU = torch.device("cpu")
 
 
 def unit_vectors(count: int, dim: int, seed: int) -> torch.Tensor:
@@ -32,7 +42,8 @@ def measure_random(
     """
     mse = product = bias = 0.0
     for seed in range(seeds):
-        codec = estimator_codec(estimator, bits, dim, seed)
+        options = TurboQuantOptions(bits=bits, rotation="haar", **ESTIMATORS[estimator])
+        codec = TurboQuantCodec(options, CodecContext("values", dim, 1, 0, seed, 0, torch.float32, CPU))
         x, other = unit_vectors(vectors, dim, 2 * seed), unit_vectors(vectors, dim, 2 * seed + 1)
         across = other - (other * x).sum(-1, keepdim=True) * x
         y = x / 2 + math.sqrt(3) / 2 * across / across.norm(dim=-1, keepdim=True)
@@ -51,7 +62,7 @@ def main(output: Path = RESULT) -> None:
         for name in ESTIMATORS
         for bits in (1, 2, 3, 4)
     ]
-    write_json(output, {"dim": 128, "rows": rows}, torch.device("cpu"))
+    write_json(output, {"dim": 128, "rows": rows}, CPU)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Write a copy of a model that does the same with keys that are hard to code, as those of some models are.
+"""Write a copy of a model that computes the same with keys that are hard to code, as some models have them.
 
     python benchmarks/studies/outlier_model.py --output models/outliers-16
     python benchmarks/studies/outlier_model.py --factor 1 --bias 50 --output models/means-50
 
-Outlier channels: a few RoPE pairs of all keys are multiplied by a factor, and those of queries divided by it. Large
-means: a constant is added to the keys before RoPE, at the pairs that turn least, so that scores change by nearly the
-same number for all tokens. `benchmarks/comparisons/outliers.yaml` compares caches on such copies of SmolLM2.
+For outlier channels a few RoPE pairs of all keys are multiplied by a factor, and those of queries are divided by it.
+For large means a constant is added to the keys before RoPE, at the pairs that turn least, so that scores change by
+nearly the same number for all tokens. `benchmarks/comparisons/outliers.yaml` compares caches on such copies of SmolLM2.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MEANS = 2
 def with_outlier_channels(
     model: PreTrainedModel, factor: float = 16.0, pairs: Sequence[int] = PAIRS
 ) -> PreTrainedModel:
-    """Multiply RoPE pairs of keys by `factor` and divide those of queries by it, in place: the same function.
+    """Multiply RoPE pairs of keys by `factor` and divide those of queries by it, in place.
 
     Raises:
-        ValueError: the model normalizes keys or queries, which would undo it, or has no such pair.
+        ValueError: The model normalizes keys or queries, which would undo the change, or has no such pair.
     """
     attention = model.model.layers[0].self_attn
     dim = attention.head_dim
     if hasattr(attention, "k_norm") or hasattr(attention, "q_norm"):
-        raise ValueError(f"{model.config.model_type} normalizes keys: allowed are models of Llama's architecture")
+        raise ValueError(f"{model.config.model_type} normalizes keys; use a model of Llama's architecture")
     if wrong := [pair for pair in pairs if not 0 <= pair < dim // 2]:
-        raise ValueError(f"pair={wrong[0]}: allowed 0 to {dim // 2 - 1}")
+        raise ValueError(f"pair={wrong[0]}: must be between 0 and {dim // 2 - 1}")
     scale = torch.ones(dim)
     for pair in pairs:
         scale[[pair, pair + dim // 2]] = factor
@@ -70,9 +70,9 @@ def with_large_means(model: PreTrainedModel, bias: float) -> PreTrainedModel:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the model.")],
     model: Annotated[str, typer.Option(help="A model of Llama's architecture.")] = SMOLLM2,
-    factor: Annotated[float, typer.Option(help="Factor of keys' outliers; 1 for none.")] = 16.0,
+    factor: Annotated[float, typer.Option(help="Factor of the keys' outlier channels; 1 for none.")] = 16.0,
     pair: Annotated[list[int] | None, typer.Option(help=f"RoPE pair; repeatable, by default {PAIRS}.")] = None,
-    bias: Annotated[float, typer.Option(help="Constant in keys; 0 for none.")] = 0.0,
+    bias: Annotated[float, typer.Option(help="Constant added to keys; 0 for none.")] = 0.0,
 ) -> None:
     loaded, tokenizer = load_model(model)
     if factor != 1:

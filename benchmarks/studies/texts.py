@@ -1,11 +1,11 @@
-"""Cut texts of five kinds from public data and from Python itself, halves of each: one to tune on, one to compare on.
+"""Cut texts of five kinds from public data and from Python itself, each into a half to tune on and one to compare on.
 
     python benchmarks/studies/texts.py --data data --output texts
 
-`data` has `essays/*.txt`, LongBench's `multi_news.jsonl` and GSM8K's `train-400.jsonl` in their public formats. Code is
-the source of Python's standard library, help texts are its docstrings, so both depend on Python's version.
-`benchmarks/comparisons/budgets.yaml` compares caches on the second halves, in `texts/compare`; `texts/tune` is for
-`kvcache-compress tune`.
+`data` holds `essays/*.txt`, LongBench's `multi_news.jsonl` and GSM8K's `train-400.jsonl` in their public formats. Code
+is the source of Python's standard library, and help texts are its docstrings, so both depend on Python's version.
+`texts/tune` is for `kvcache-compress tune`, and `benchmarks/comparisons/budgets.yaml` compares caches on
+`texts/compare`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODULES = (
     "optparse", "pathlib", "pickle", "pickletools", "platform", "random", "shutil", "smtplib", "socket", "statistics",
     "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "trace", "turtle", "typing", "zipfile",
 )  # fmt: skip
-"""Modules of the standard library, of which code and help texts are taken."""
+"""Modules of the standard library that give code and help texts."""
 SOURCES = {"essays": "essays", "news": "longbench/multi_news.jsonl", "mathematics": "gsm8k/train-400.jsonl"}
 
 

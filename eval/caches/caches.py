@@ -1,4 +1,4 @@
-"""Caches to measure: the contract of a spec, and those of the uncompressed cache and of this package."""
+"""Caches to measure: what a spec is, and the specs of the full cache and of this package's caches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress import CompressedCache, load_config
+from kvcache_compress.config import CompressionConfig
 from kvcache_compress.methods.spectral.codec import PREFILL
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Size of a filled cache as it would be beside a 16-bit model, whatever type the model ran in.
+    """Size of a filled cache. Dense numbers count as 16 bits, whatever dtype the model ran in.
 
     Attributes:
-        packed_tokens: tokens per sequence that are stored compressed, the most of any layer.
-        packed_bits: bits per compressed number (one coordinate of one key or value): codes, scales, zero points, norms,
-            padding. 16 where nothing is compressed.
-        all_bits: bits per number over the whole cache, dense tokens and everything else that it keeps included.
+        packed_tokens: packed tokens per sequence, in the layer that has most.
+        packed_bits: bits per packed number (one coordinate of one key or value): codes, scales, zero points, norms,
+            padding. 16 if nothing is packed.
+        all_bits: bits per number of the whole cache, with everything that it keeps.
         total_bytes: bytes of the whole cache.
     """
 
@@ -38,11 +39,11 @@ class CacheSpec:
     """A cache to measure: how to make it, and how to measure its size.
 
     Attributes:
-        name: its name in tables; unique within one run.
+        name: name in tables; unique within one run.
         make: builds an empty cache for a model.
-        measure: measures a filled one.
-        lossless: compresses nothing on purpose; any other cache that has compressed nothing is an error.
-        description: all that it is made of, as plain JSON without paths; results of equal descriptions compare.
+        measure: measures a filled cache.
+        lossless: True for a cache that compresses nothing on purpose. Any other cache that packs nothing is an error.
+        description: what defines the cache, as plain JSON without paths. Results of equal descriptions are comparable.
     """
 
     name: str
@@ -58,31 +59,14 @@ def full_cache() -> CacheSpec:
     return CacheSpec("full", lambda model: DynamicCache(config=model.config), _measure_full, True, description)
 
 
-FILES = {"codebooks", "statistics"}
-"""Options that name a file of calibration."""
-
-
-def preset_cache(
-    preset: str | dict[str, Any],
-    *,
-    sink_tokens: int | None = None,
-    recent_tokens: int | None = None,
-    codebooks: Path | None = None,
-    statistics: Path | None = None,
-    name: str | None = None,
-) -> CacheSpec:
+def preset_cache(preset: str | dict[str, Any] | CompressionConfig, *, name: str | None = None) -> CacheSpec:
     """Spec of a `CompressedCache`.
 
     Args:
-        preset: anything that `load_config` takes.
-        sink_tokens: first tokens kept dense, instead of the preset's.
-        recent_tokens: last tokens kept dense, instead of the preset's.
-        codebooks, statistics: files for methods that were calibrated, CommVQ and spectral.
-        name: name in tables; `preset`, which then is a string, when None.
+        preset: a config, or anything that `load_config` takes.
+        name: name in tables; by default `preset`, which then is a string.
     """
-    windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-    config = load_config(preset).changed(**{key: n for key, n in windows.items() if n is not None})
-    config = config.with_files(codebooks=codebooks, statistics=statistics)
+    config = preset if isinstance(preset, CompressionConfig) else load_config(preset)
 
     def make(model: PreTrainedModel) -> Cache:
         return CompressedCache(model.config, config)
@@ -92,10 +76,10 @@ def preset_cache(
 
 
 def _without_paths(config: Any) -> Any:
-    """The config with files of calibration replaced by their names and digests."""
+    """The config, with files of calibration replaced by their names and digests."""
     if isinstance(config, dict):
         named = {key: _without_paths(value) for key, value in config.items() if value is not None}
-        for name in FILES & named.keys():
+        for name in {"codebooks", "statistics"} & named.keys():
             if name == "statistics" and named[name] == PREFILL:
                 continue
             path = Path(named[name])
@@ -116,7 +100,7 @@ def _measure_ours(cache: Cache) -> Measured:
 
 
 def _measure_full(cache: Cache) -> Measured:
-    # Layers without keys and values, as of linear attention, hold a state that no cache compresses.
+    # Layers without keys and values, such as linear attention's, hold a state that no cache compresses.
     kept = (getattr(layer, side, None) for layer in cache.layers for side in ("keys", "values"))
     numbers = sum(x.numel() for x in kept if isinstance(x, torch.Tensor))
     return Measured(packed_tokens=0, packed_bits=16.0, all_bits=16.0, total_bytes=2 * numbers)

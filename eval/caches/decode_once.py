@@ -1,14 +1,14 @@
-"""Caching of decoded tokens, for evaluations on machines where decoding dominates.
+"""Keep decoded tokens, for evaluations on machines where decoding takes most of the time.
 
-Packed tokens never change, so each needs to be decoded only once, not at every step. Keeping them decoded gives the
-same numbers (to the rounding of float32) at the speed and in the memory of an uncompressed cache, which is of use to an
-evaluation alone.
+Packed tokens never change, so decoding them once gives the same figures as decoding them at each step. The decoded
+tokens take the memory of an uncompressed cache, which only an evaluation can afford.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 from transformers import Cache
@@ -23,33 +23,27 @@ def decode_once(cache: Cache) -> None:
     for layer in cache.layers:
         if isinstance(layer, CompressedLayer):
             for state in layer.sides.values():
-                # Its layer asks this very object for the view of each step.
-                state.view = _Decoded(state).view  # type: ignore[method-assign]
+                # A strong reference would close a circle, which holds all decoded tokens until the next collection.
+                state.view = partial(_kept_view, weakref.proxy(state), [])  # type: ignore[method-assign]
 
 
-class _Decoded:
-    """The decoded packed tokens of one side, `[B, H, tokens, D]`."""
-
-    def __init__(self, state: SideState) -> None:
-        self.state: SideState = weakref.proxy(state)  # which holds this object, and all that is decoded
-        self.packed = state.sinks[:, :, :0]
-
-    def view(self, packed: int | None = None, tail: torch.Tensor | None = None) -> View:
-        view = SideState.view(self.state, packed, tail)
-        kept = _Kept(*(getattr(view, field.name) for field in fields(View)))
-        kept.decoded = self
-        return kept
+def _kept_view(
+    state: SideState, decoded: list[torch.Tensor], packed: int | None = None, tail: torch.Tensor | None = None
+) -> View:
+    view = SideState.view(state, packed, tail)
+    return _KeptView(**{name.name: getattr(view, name.name) for name in fields(View)}, decoded=decoded)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class _Kept(View):
-    decoded: _Decoded | None = None
+class _KeptView(View):
+    """A view that adds what it decodes to `decoded`, runs of packed tokens `[B, H, tokens, D]` from the first on."""
+
+    decoded: list[torch.Tensor] = field(default_factory=list)
 
     def stored(self) -> torch.Tensor:
-        assert self.decoded is not None
-        known = self.decoded.packed
-        if (start := known.shape[2]) < self.packed:
-            fresh = self.tail_buffer.new_empty(*known.shape[:2], self.packed - start, known.shape[3])
+        if (start := sum(part.shape[2] for part in self.decoded)) < self.packed:
+            fresh = self.sinks.new_empty(*self.sinks.shape[:2], self.packed - start, self.sinks.shape[3])
             self.decode_into(fresh, start)
-            self.decoded.packed = torch.cat([known, fresh], dim=2)
-        return torch.cat([self.sinks, self.decoded.packed[:, :, : self.packed], self.tail], dim=2)
+            self.decoded.append(fresh)
+        packed = torch.cat(self.decoded, dim=2)[:, :, : self.packed] if self.decoded else self.sinks[:, :, :0]
+        return torch.cat([self.sinks, packed, self.tail], dim=2)

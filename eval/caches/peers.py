@@ -1,12 +1,12 @@
 """Peers to compare with: Transformers' `QuantizedCache` with hqq, quanto and fp8.
 
-To read its numbers rightly, know what `QuantizedCache` does: the first prefill is quantized whole, last tokens
-included, and returned unquantized. After that, every step decodes everything. hqq and quanto collect new tokens in a
-dense residual and, each time it would reach `residual_length`, quantize the *whole* history anew, so that errors add
-up; fp8 quantizes new tokens as they come, with the one scale per layer and side that it found in the prefill.
+`QuantizedCache` quantizes the whole first prefill, last tokens included, but returns it unquantized. After that, every
+step decodes everything. hqq and quanto collect new tokens in a dense residual. Each time it would reach
+`residual_length`, they quantize the *whole* history again, so errors add up. fp8 quantizes new tokens at once, with the
+one scale per layer and side that it found in the prefill.
 
-So for hqq and quanto the size of the steps matters. A continuation fed in one pass never sees a second quantization: at
-4 bits this halves their KL against passes of 16 tokens with a short residual. hqq also fails where the number of groups
+So the size of the steps matters for hqq and quanto. A continuation fed in one pass never sees a second quantization: at
+4 bits its KL is half of that with passes of 16 tokens and a short residual. hqq also fails if the number of groups
 (heads x tokens x head dimension / group size) is no multiple of the codes in a byte.
 """
 
@@ -29,67 +29,37 @@ GROUP_SIZE = 64
 RESIDUAL_LENGTH = 128
 
 
-def hqq_cache(bits: int, *, group_size: int = GROUP_SIZE, residual_length: int = RESIDUAL_LENGTH) -> CacheSpec:
-    """Spec of `QuantizedCache` with hqq: groups of `group_size` consecutive numbers of a token (axis 1).
-
-    Args:
-        bits: 1, 2, 3, 4 or 8.
-        group_size: numbers that share a scale and a zero point of 16 bits each.
-        residual_length: tokens after which the dense residual is quantized.
-
-    Raises:
-        ImportError: hqq is not installed.
-    """
-    return _group_wise("hqq", bits, axis=1, group_size=group_size, residual_length=residual_length)
-
-
-def quanto_cache(bits: int, *, group_size: int = GROUP_SIZE, residual_length: int = RESIDUAL_LENGTH) -> CacheSpec:
-    """Spec of `QuantizedCache` with optimum-quanto: groups of `group_size` consecutive numbers of a token (axis 0).
-
-    quanto compiles a small extension on its first use (about 40 s, kept for later processes); this happens in `make`.
-
-    Args:
-        bits: 2 or 4.
-        group_size: numbers that share a scale and a shift of 16 bits each.
-        residual_length: tokens after which the dense residual is quantized.
-
-    Raises:
-        ImportError: optimum-quanto is not installed, or (from `make`) its extension cannot be compiled.
-    """
-    return _group_wise("quanto", bits, axis=0, group_size=group_size, residual_length=residual_length)
-
-
 def fp8_cache() -> CacheSpec:
     """Spec of `QuantizedCache` with fp8: one scale per layer and side, no residual."""
     description = {"class": "QuantizedCache", "backend": "fp8"}
     return CacheSpec("fp8", lambda model: QuantizedCache("fp8", model.config), _measure_quantized, False, description)
 
 
-PEERS: dict[str, Callable[..., CacheSpec]] = {
-    "hqq-4": functools.partial(hqq_cache, 4),
-    "hqq-2": functools.partial(hqq_cache, 2),
-    "quanto-4": functools.partial(quanto_cache, 4),
-    "quanto-2": functools.partial(quanto_cache, 2),
-    "fp8": fp8_cache,
-}
+def grouped_cache(
+    backend: str, bits: int, *, group_size: int = GROUP_SIZE, residual_length: int = RESIDUAL_LENGTH
+) -> CacheSpec:
+    """Spec of `QuantizedCache` with hqq or optimum-quanto: groups of consecutive numbers of a token.
 
+    At its first use on a machine quanto compiles an extension, which takes about 40 s.
 
-def _group_wise(backend: str, bits: int, *, axis: int, group_size: int, residual_length: int) -> CacheSpec:
-    module = {"hqq": "hqq", "quanto": "optimum.quanto"}[backend]
+    Args:
+        backend: `hqq` or `quanto`.
+        bits: 1, 2, 3, 4 or 8 for hqq; 2 or 4 for quanto.
+        group_size: numbers that share a 16-bit scale and a 16-bit zero point.
+        residual_length: tokens after which the dense residual is quantized.
+
+    Raises:
+        ImportError: The package is not installed, or (when the cache is made) quanto's extension cannot be compiled.
+    """
+    module, axis = {"hqq": ("hqq", 1), "quanto": ("optimum.quanto", 0)}[backend]
     try:
         installed = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the parent package
         installed = False
     if not installed:
         raise ImportError(f'cache {backend}-{bits} needs {module}: pip install "kvcache-compress[peers]"')
-
-    options = {
-        "nbits": bits,
-        "axis_key": axis,
-        "axis_value": axis,
-        "q_group_size": group_size,
-        "residual_length": residual_length,
-    }
+    options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": group_size}
+    options["residual_length"] = residual_length
 
     def make(model: PreTrainedModel) -> Cache:
         if backend == "quanto":
@@ -100,13 +70,22 @@ def _group_wise(backend: str, bits: int, *, axis: int, group_size: int, residual
     return CacheSpec(f"{backend}-{bits}", make, _measure_quantized, False, description)
 
 
+PEERS: dict[str, Callable[..., CacheSpec]] = {
+    "hqq-4": functools.partial(grouped_cache, "hqq", 4),
+    "hqq-2": functools.partial(grouped_cache, "hqq", 2),
+    "quanto-4": functools.partial(grouped_cache, "quanto", 4),
+    "quanto-2": functools.partial(grouped_cache, "quanto", 2),
+    "fp8": fp8_cache,
+}
+
+
 @functools.cache
 def _build_quanto_extension(device: torch.device) -> None:
-    """Compile quanto's extension now, so that the first measurement does not include it."""
+    """Compile quanto's extension, so that the first measurement does not include it."""
     from optimum.quanto import MaxOptimizer, qint4, quantize_weight
 
     path = os.environ.get("PATH", "")
-    # The compiler is driven by ninja, which in a virtual environment that is not activated lies beside the interpreter.
+    # The compiler needs ninja, which lies beside the interpreter if the virtual environment is not activated.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
         numbers = torch.ones(1, GROUP_SIZE, device=device)
@@ -114,18 +93,18 @@ def _build_quanto_extension(device: torch.device) -> None:
         quantize_weight(numbers, qint4, 0, scale, shift, GROUP_SIZE).dequantize()
     except (RuntimeError, ImportError, OSError) as error:
         raise ImportError(
-            "optimum-quanto has to compile an extension on first use, which needs a C++ compiler, ninja and a writable "
-            f"installation: {error}"
+            "optimum-quanto compiles an extension at its first use, which failed; it needs a C++ compiler, ninja and a "
+            f"writable installation: {error}"
         ) from error
     finally:
         os.environ["PATH"] = path
 
 
 def _measure_quantized(cache: Cache) -> Measured:
-    """Measure a `QuantizedCache` by walking all tensors in its quantized fields.
+    """Measure a `QuantizedCache` by all tensors in its quantized fields.
 
-    Floating-point scales, zero points and dense tokens count as 16-bit numbers: on a CPU the model runs in float32 only
-    for speed, and these follow the model's type.
+    Scales, zero points and dense tokens count as 16 bits. They have the model's dtype, which is float32 on a CPU only
+    for speed.
     """
     packed_bytes = packed_numbers = dense_numbers = packed_tokens = 0
     for layer in cache.layers:
@@ -145,7 +124,7 @@ def _measure_quantized(cache: Cache) -> Measured:
 
 
 def _logical_shape(stored: Any) -> torch.Size:
-    """Shape [B, H, T, D] of the tensor that a quantized field encodes."""
+    """Shape `[B, H, T, D]` of the tensor that a quantized field encodes."""
     if isinstance(stored, tuple):
         codes, scale = stored
         # hqq reshapes its codes and keeps the shape in its dictionary; fp8 pairs codes of full shape with a scale.
@@ -154,9 +133,9 @@ def _logical_shape(stored: Any) -> torch.Size:
 
 
 def stored_bytes(stored: Any) -> int:
-    """Bytes of every distinct tensor storage in nested tuples, lists, dictionaries and tensor subclasses.
+    """Bytes of all distinct tensors in nested tuples, lists, dictionaries and tensor subclasses.
 
-    Floating-point types wider than 16 bits count as 16 bits.
+    Floating-point numbers wider than 16 bits count as 16 bits.
     """
     sizes = {}
     for tensor in _plain_tensors(stored):

@@ -1,15 +1,15 @@
 """One prefill per prompt, from which every cache under test is filled.
 
-During its first prefill a cache returns the keys and values that it receives, so these are the same for every cache.
-They are kept and passed to each cache by `update`, as the model would: it then holds bit for bit what its own prefill
-would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty. The prompt's queries
-are recorded in a second pass, once a cache takes statistics from them. Models with layers other than plain full
+In its first prefill a cache returns the keys and values that it receives, so these are the same for every cache. They
+are kept and passed to each cache by `update`, as the model would. The cache then holds, bit for bit, what a prefill of
+its own would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty.
+
+If a cache takes statistics from the prompt's queries, a second pass records them. Models with layers other than full
 attention (sliding windows, states) prefill each cache anew.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,7 +31,7 @@ from .caches import CacheSpec, Measured, full_cache
 from .decode_once import decode_once
 
 STEP_TOKENS = 16
-"""Forced tokens per pass: the KL of single steps in a fifth of the time."""
+"""Forced tokens per pass. The KL is that of single steps, in a fifth of the time."""
 
 
 @dataclass
@@ -40,12 +40,11 @@ class Prefill:
 
     Attributes:
         model: the model, in evaluation mode.
-        ids: `[1, T]`, the prompt.
-        question: `[1, Q]`, follows the prompt and goes through the cache under test; often empty.
-        logits: `[V]`, after the prompt's last token.
-        states: keys and values `[1, H, T, D]` of each layer; None where they cannot be shared.
+        ids: the prompt, `[1, T]`.
+        question: tokens `[1, Q]` that follow the prompt through the cache under test; often empty.
+        logits: logits `[V]` after the prompt's last token.
+        states: keys and values `[1, H, T, D]` of each layer; None if they cannot be shared.
         seconds: time of that pass.
-        keep: keep filled caches, by name, for other questions after the same prompt.
     """
 
     model: PreTrainedModel
@@ -54,22 +53,17 @@ class Prefill:
     logits: torch.Tensor
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
     seconds: float
-    keep: bool = False
     _queries: dict[int, AttentionCall] = field(default_factory=dict)
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
-    _filled: dict[str, Cache | None] = field(default_factory=dict)
 
     def run(self, spec: CacheSpec) -> CacheRun:
         """Fill a new cache of this kind with the prompt.
 
         Raises:
-            ValueError: the cache does not fit the model.
+            ValueError: The cache does not fit the model.
         """
         started = _now(self.ids.device)
-        kept = self._filled.get(spec.name)
-        cache = self._fill(spec) if kept is None else copy.deepcopy(kept)
-        if self.keep and spec.name not in self._filled:
-            self._filled[spec.name] = _copy(cache)
+        cache = self._fill(spec)
         if self.ids.device.type == "cpu":
             decode_once(cache)
         return CacheRun(self, spec, cache, spec.measure(cache), self.logits, _now(self.ids.device) - started)
@@ -77,7 +71,8 @@ class Prefill:
     @torch.inference_mode()
     def _fill(self, spec: CacheSpec) -> Cache:
         cache = spec.make(self.model)
-        with _fused_attention(self.model) if _may_wait(cache) else nullcontext():
+        compressed = any(isinstance(layer, CompressedLayer) for layer in cache.layers)
+        with _fused_attention(self.model) if compressed else nullcontext():
             if self.states is None:
                 _pass(self.model, cache, self.ids, last=True)
                 return cache
@@ -89,7 +84,7 @@ class Prefill:
         return cache
 
     def queries(self) -> dict[int, AttentionCall]:
-        """Queries of the prompt by layer, recorded in a pass of their own when they are first asked for."""
+        """The prompt's queries by layer, recorded in a pass of their own at the first call."""
         if not self._queries:
 
             def keep(layer: int, query: torch.Tensor, keys: torch.Tensor, options: dict[str, Any]) -> None:
@@ -104,11 +99,11 @@ class Prefill:
         return self._queries
 
     def with_question(self, question: torch.Tensor) -> Prefill:
-        """The same prompt with another question `[1, Q]`, without another pass."""
+        """The same prompt with another question `[1, Q]`, without another pass through the model."""
         return replace(self, question=question.to(self.ids.device), seconds=0.0, _full={})
 
     def full_logits(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        """Reference for the caches under test: `forced` with the full cache, `[S + 1, V]`, computed once."""
+        """`forced` with the full cache, `[S + 1, V]`: the reference for all other caches, computed once."""
         key = tokens.cpu().numpy().tobytes() + step.to_bytes(8)
         if key not in self._full:
             self._full = {key: self.run(full_cache()).forced(tokens, step)}
@@ -117,15 +112,15 @@ class Prefill:
 
 @dataclass
 class CacheRun:
-    """One cache under test after the prompt; good for one continuation, which it stores.
+    """A cache under test that holds the prompt; it takes one continuation.
 
     Attributes:
         prefill: the prompt.
         spec: the kind of cache.
         cache: the cache itself.
-        measured: its size after the prompt, whose packed tokens are attended to in compressed form from then on.
-        logits: `[V]`, after the prompt's last token.
-        seconds: filling the cache, and then all passes through it.
+        measured: the cache's size after the prompt.
+        logits: logits `[V]` after the prompt's last token.
+        seconds: time to fill the cache, and of all passes through it.
     """
 
     prefill: Prefill
@@ -138,13 +133,13 @@ class CacheRun:
 
     @torch.inference_mode()
     def forced(self, tokens: torch.Tensor, step: int = STEP_TOKENS) -> torch.Tensor:
-        """Feed the question at once and `tokens` `[S]`, `step` per pass.
+        """Feed the question in one pass, then `tokens` `[S]` with `step` tokens per pass.
 
         Returns:
             float32 logits `[S + 1, V]`: before the first token, then after each.
 
         Raises:
-            ValueError: logits that are not finite, or more tokens than the model has positions for.
+            ValueError: Logits are not finite, or the model has positions for fewer tokens.
         """
         with self._continuing(len(tokens)):
             logits = [self._ask()]
@@ -154,15 +149,15 @@ class CacheRun:
 
     @torch.inference_mode()
     def generate(self, config: GenerationConfig) -> torch.Tensor:
-        """Feed the question and generate greedily by the model's `generate`: new token ids `[S]`.
+        """Feed the question and generate new token ids `[S]` greedily, with the model's `generate`.
 
         The model's own generation config, such as a repetition penalty, is ignored.
 
         Args:
-            config: `max_new_tokens`, at least 1, end tokens, if any, and `min_new_tokens` of at most 1.
+            config: `max_new_tokens` (at least 1), end tokens if any, and `min_new_tokens` (at most 1).
 
         Raises:
-            ValueError: logits that are not finite, or more tokens than the model has positions for.
+            ValueError: Logits are not finite, or the model has positions for fewer tokens.
         """
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         end = torch.tensor([token for token in ends if token is not None], dtype=torch.long, device=self.logits.device)
@@ -196,11 +191,11 @@ class CacheRun:
 
     @contextmanager
     def _continuing(self, new: int) -> Iterator[None]:
-        """Check and time the continuation by `new` tokens in the block."""
+        """Check a continuation by `new` tokens, and time the block that computes it."""
         prefill = self.prefill
         _check_length(prefill.model, prefill.ids.shape[1] + prefill.question.shape[1] + new)
         if self._used:
-            raise ValueError(f"cache={self.spec.name!r}: a run is good for one continuation")
+            raise ValueError(f"cache={self.spec.name!r}: this run has had its continuation; fill another cache")
         self._used = True
         started = _now(self.logits.device)
         yield
@@ -208,7 +203,7 @@ class CacheRun:
 
     def _finite(self, logits: torch.Tensor) -> torch.Tensor:
         if not logits.sum(dtype=torch.float32).isfinite():
-            raise ValueError(f"cache={self.spec.name!r}: the model's logits are not finite")
+            raise ValueError(f"cache={self.spec.name!r}: the model's logits are not finite; try another dtype")
         return logits
 
     def _ask(self) -> torch.Tensor:
@@ -223,7 +218,7 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
     """Run a prompt `[1, T]` through the model; `question` `[1, Q]` is left to the caches under test.
 
     Raises:
-        ValueError: more tokens than the model has positions for.
+        ValueError: The model has positions for fewer tokens.
     """
     ids = ids.to(model.device)
     question = ids[:, :0] if question is None else question.to(model.device)
@@ -236,13 +231,9 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
     return Prefill(model, ids, question, logits, states, _now(model.device) - started)
 
 
-def _may_wait(cache: Cache) -> bool:
-    return any(isinstance(layer, CompressedLayer) for layer in cache.layers)
-
-
 @contextmanager
 def _fused_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch fused attention on in the block, if the model can be switched: caches then see its queries."""
+    """Switch fused attention on in the block if the model allows it, so that caches see the queries."""
     before = attends_fused(model)
     with suppress(ValueError):
         enable_fused_attention(model)
@@ -254,30 +245,25 @@ def _fused_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _now(device: torch.device) -> float:
-    """Clock in seconds, read after synchronizing the device."""
+    """The time in seconds, after the device has finished its work."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Number of positions that the model was made for; None if it has no limit."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
 def _check_length(model: PreTrainedModel, tokens: int) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
-        raise ValueError(
-            f"prompt and continuation of {tokens} tokens: allowed {positions}, the model's max_position_embeddings"
-        )
+    if (positions := positions_of(model)) is not None and tokens > positions:
+        raise ValueError(f"prompt and continuation have {tokens} tokens, but the model only {positions} positions")
 
 
 def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool = False) -> torch.Tensor:
-    """One forward pass of tokens `[1, S]`: logits `[1, S, V]`, or of the last token alone."""
+    """Logits `[1, S, V]` of a forward pass of tokens `[1, S]`, or those after the last token alone."""
     how = {cache_argument(): cache, "use_cache": True, "logits_to_keep": int(last)}
     logits: torch.Tensor = model(input_ids=ids, **how).logits
     return logits
-
-
-def _copy(cache: Cache) -> Cache | None:
-    """A copy, or None for tensors that cannot be copied, such as quanto's."""
-    try:
-        return copy.deepcopy(cache)
-    except RuntimeError:
-        return None

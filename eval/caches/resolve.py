@@ -1,53 +1,67 @@
-"""Names of caches on a command line or in a comparison's YAML."""
+"""Names of caches on a command line or in a comparison's YAML file."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
+from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.eval.provenance.identity import without_folders
+from kvcache_compress.validation import quoted
 
 from .caches import CacheSpec, full_cache, preset_cache
 from .peers import PEERS
 
 
-def resolve_cache(
-    name: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, **files: Path | None
-) -> CacheSpec:
-    """Resolve a cache's name to a spec.
+def resolve_cache(name: str, *, codebooks: Path | None = None, statistics: Path | None = None) -> CacheSpec:
+    """Resolve a cache's name.
 
     Args:
-        name: `full`, a peer (`hqq-4`, `hqq-2`, `quanto-4`, `quanto-2`, `fp8`), or anything that `load_config` takes.
-            Presets can be followed by sizes of their dense windows, hqq and quanto by their residual length:
-            `turboquant-4bit@sinks=0,recent=0`, `hqq-4@residual=64`.
-        sink_tokens: for presets named without `sinks`.
-        recent_tokens: for presets named without `recent`.
-        files: `codebooks` and `statistics`, for presets that were calibrated.
+        name: `full`, a peer (`hqq-4`, `hqq-2`, `quanto-4`, `quanto-2`, `fp8`), or what `resolve_config` takes. hqq and
+            quanto can be followed by their residual length: `hqq-4@residual=64`.
+        codebooks: CommVQ's file, if the config needs one.
+        statistics: spectral's file, if the config needs one.
 
     Raises:
-        ValueError: no such cache, or options that it does not have.
-        ImportError: the peer's package is not installed.
+        ValueError: There is no such cache, or it does not have these options.
+        ImportError: The peer's package is not installed.
     """
-    base, _, suffix = name.partition("@")
+    base = name.partition("@")[0]
     if base == "full" or base in PEERS:
-        allowed = ["residual"] if base.startswith(("hqq", "quanto")) else []
-    else:
-        allowed = ["sinks", "recent"]
+        residual = _options(name, ("residual",) if base.startswith(("hqq", "quanto")) else ())
+        if base == "full":
+            return full_cache()
+        spec = PEERS[base](residual_length=residual["residual"]) if residual else PEERS[base]()
+        return dataclasses.replace(spec, name=name)
+    config = resolve_config(name, codebooks=codebooks, statistics=statistics)
+    return preset_cache(config, name=without_folders(name))
+
+
+def resolve_config(name: str, *, codebooks: Path | None = None, statistics: Path | None = None) -> CompressionConfig:
+    """Resolve the name of a preset or a YAML file, which sizes of its dense windows can follow.
+
+    An example is `turboquant-4bit@sinks=0,recent=0`.
+
+    Raises:
+        ValueError: There is no such preset or file, or other options follow.
+    """
+    sizes = {f"{key.removesuffix('s')}_tokens": number for key, number in _options(name, ("sinks", "recent")).items()}
+    try:
+        config = load_config(name.partition("@")[0]).changed(**sizes)
+        return config.with_files(codebooks=codebooks, statistics=statistics)
+    except ValueError as error:
+        known = f"full, {', '.join(PEERS)}, a preset or a YAML file"
+        raise ValueError(f"cache={quoted(name)} must be one of {known}: {error}") from error
+
+
+def _options(name: str, known: tuple[str, ...]) -> dict[str, int]:
+    """The options after a name's @."""
     options: dict[str, int] = {}
+    suffix = name.partition("@")[2]
     for option in suffix.split(",") if suffix else []:
         key, _, number = option.partition("=")
-        if key not in allowed or not number.isdecimal():
-            forms = " and ".join(f"{key}=N" for key in allowed) or "nothing"
-            raise ValueError(f"cache={name!r}: allowed after @ is {forms}")
+        if key not in known or not number.isdecimal():
+            forms = f"must be {' or '.join(f'{key}=N' for key in known)}" if known else "has no meaning for this cache"
+            raise ValueError(f"cache={quoted(name)}: what follows @ {forms}")
         options[key] = int(number)
-    if base == "full":
-        return full_cache()
-    if base in PEERS:
-        spec = PEERS[base](residual_length=options["residual"]) if options else PEERS[base]()
-        return dataclasses.replace(spec, name=name)
-    sinks, recent = options.get("sinks", sink_tokens), options.get("recent", recent_tokens)
-    try:
-        label = without_folders(name)
-        return preset_cache(base, sink_tokens=sinks, recent_tokens=recent, name=label, **files)
-    except ValueError as error:
-        raise ValueError(f"cache={name!r}: allowed full, {', '.join(PEERS)}, or a preset: {error}") from error
+    return options

@@ -1,1 +1,1 @@
-"""The identity of a result: model, text, options, machine and code."""
+"""Where a result comes from: model, text, options, machine and code."""

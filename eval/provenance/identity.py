@@ -1,4 +1,4 @@
-"""Digests that identify a result's model and options, and names without this machine's folders."""
+"""Digests that identify a result's model and options, and texts without this machine's folders."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Provenance of results (command, commit, versions, hardware), and atomic writing of files."""
+"""Writing results with the circumstances they were measured in: command, commit, versions, hardware."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -27,19 +29,23 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
+def write_json(path: Path, fields: dict[str, Any], device: torch.device, *packages: str) -> None:
+    """Write a result with its circumstances, versions of `packages` included. Lists of numbers take one line each."""
+    text = json.dumps(circumstances(device, *packages) | fields, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, re.sub(r"\[[-+\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
+
+
 def command_line() -> str:
-    """The command that this process was started with, without the folders of this machine."""
+    """The command that started this process, without this machine's folders."""
     program = Path(sys.argv[0])
     command = [program.name]
     if program.suffix == ".py":
-        spec = sys.modules["__main__"].__spec__  # of a module run by `python -m`
-        script = ["/".join(program.resolve().parts[-2:])]
-        command = ["python", *(script if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
+        command = ["python", "/".join(program.resolve().parts[-2:])]
     return shlex.join([*command, *(without_folders(word) for word in sys.argv[1:])])
 
 
 def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:
-    """Circumstances of a measurement: command, date, commit, versions (also of `packages`), hardware."""
+    """Circumstances of a measurement: command, date, commit, versions (those of `packages` too), hardware."""
     return {
         "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -50,7 +56,7 @@ def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:
 
 
 def package_versions(*packages: str) -> dict[str, str | None]:
-    """Versions of packages that affect a measurement; None for those not installed."""
+    """Versions of packages that affect a measurement; None for a package that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
         try:
@@ -61,7 +67,7 @@ def package_versions(*packages: str) -> dict[str, str | None]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads used, and the accelerator if the model is on one."""
+    """Processor, cores, threads in use, and the accelerator if the model is on one."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -72,7 +78,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def git_commit(file: str = __file__) -> str | None:
-    """Commit of a source file's repository, `-dirty` if its tree has changes; None outside of a repository."""
+    """Commit of a source file's repository, with `-dirty` if files have changed; None outside a repository."""
     here = Path(file).resolve()
 
     def git(*arguments: str) -> str:
@@ -80,7 +86,7 @@ def git_commit(file: str = __file__) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # An installed copy may lie inside some other project's repository.
+        # An installed copy may lie inside another project's repository, which does not track this file.
         git("ls-files", "--error-unmatch", here.name)
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):

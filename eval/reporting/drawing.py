@@ -1,23 +1,23 @@
-"""Style shared by all plots."""
+"""The style of all plots."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcache_compress.files.atomic import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 THEME = {"ink": "#1b1f24", "muted": "#666e78", "grid": "#dfe3e8"}
 
-# The first six: Okabe and Ito's colours, told apart with any colour vision, without yellow and black.
+# The first six are Okabe and Ito's, which can be told apart with any colour vision; yellow and black are left out.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d5a", "#7f8890", "#8766b8")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "<", ">")
-
-PRINTED: dict[str, Any] = {"dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
-"""Options of `savefig` for figures beside a report."""
 
 _STYLE = {
     "text.parse_math": False,
@@ -34,17 +34,9 @@ _STYLE = {
 }
 
 
-def require_matplotlib() -> None:
-    """Raise ImportError, with the remedy, if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f'plots need matplotlib: pip install "kvcache-compress[eval]" ({error})') from error
-
-
 @contextmanager
 def style() -> Iterator[None]:
-    """Apply the style of all plots; text is taken literally, `$` and any script included."""
+    """Apply the style. Text is taken literally, so `$` in a name is no formula."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE), warnings.catch_warnings():
@@ -54,14 +46,12 @@ def style() -> Iterator[None]:
 
 def new_figure(width: float, height: float) -> Figure:
     """Make a figure of a size in inches, without a window."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def shortened(text: str, length: int = 26) -> str:
-    """Shorten a text to `length` characters by cutting its middle."""
-    return text if len(text) <= length else f"{text[: length // 2]}…{text[-(length - length // 2 - 1) :]}"
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG; see `whole_file`."""
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=200, facecolor="white", metadata={"Software": None})

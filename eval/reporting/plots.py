@@ -6,19 +6,21 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from kvcache_compress.eval.provenance.artifacts import save_figure
+from kvcache_compress.validation import shortened
 
-from .drawing import COLORS, MARKERS, PRINTED, THEME, new_figure, shortened, style
+from .drawing import COLORS, MARKERS, THEME, new_figure, save_figure, style
 from .tables import FULL_BITS, Column, Row, Table
 
 Grid = dict[tuple[float, float], float]
 """Mean score by length and depth."""
+NAME = 26
+"""Characters of a cache's name that a plot has room for."""
 
 
 def plot_pareto(table: Table, column: Column, path: Path) -> bool:
-    """Plot packed bits against the loss in a benchmark, a colour per method; False if there is nothing to plot.
+    """Plot the loss in a benchmark against packed bits, a colour per method; False if there is nothing to plot.
 
-    Caches on the Pareto front have a rim and their name.
+    Caches on the Pareto front have a rim and a name.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -42,7 +44,7 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
             ax.scatter(*zip(*(point[1:] for point in of_family), strict=True), edgecolors=rims, label=family, **look)
             for row, bits, loss in of_family:
                 if row in front:
-                    name = shortened(row.cache)
+                    name = shortened(row.cache, NAME)
                     ax.annotate(name, (bits, loss), (4, 4), textcoords="offset points", fontsize=7)
         if (bound := table.bound(column)) is not None:
             ax.axhline(bound, color=THEME["muted"], lw=1, ls="--", label=f"a loss of {bound:.3g}")
@@ -57,12 +59,12 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
         ax.set(xlabel="measured bits per number, packed part")
         ax.set_ylabel(f"{column.name}: {column.label}" + (", loss" if column.higher_is_better else ""))
         figure.legend(loc="outside lower center", ncols=5)
-        save_figure(figure, path, **PRINTED)
+        save_figure(figure, path)
     return True
 
 
 def needle_grids(table: Table, column: Column) -> dict[str, Grid]:
-    """Mean score by length and depth of each cache that has finished a needle benchmark."""
+    """Mean scores by length and depth, for each cache that has finished a needle benchmark."""
     grids: dict[str, Grid] = {}
     for row in table.rows if column.kind == "needle" else ():
         if row.score(column) is not None:
@@ -74,7 +76,7 @@ def needle_grids(table: Table, column: Column) -> dict[str, Grid]:
 
 
 def plot_needles(table: Table, column: Column, path: Path) -> bool:
-    """Plot a small heat map per cache, all on one scale; False if there is nothing to plot."""
+    """Plot a heat map per cache, all on one scale; False if there is nothing to plot."""
     if not (grids := needle_grids(table, column)):
         return False
     width = min(5, len(grids))
@@ -92,9 +94,9 @@ def plot_needles(table: Table, column: Column, path: Path) -> bool:
             ax.set_axis_on()
             ax.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths], rotation=90)
             ax.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-            ax.set_title(shortened(cache), fontsize=8)
+            ax.set_title(shortened(cache, NAME), fontsize=8)
         figure.supxlabel("prompt length, tokens", fontsize=9)
         figure.supylabel("depth of the needle", fontsize=9)
         figure.colorbar(image, ax=figure.axes, label="score")
-        save_figure(figure, path, **PRINTED)
+        save_figure(figure, path)
     return True

@@ -1,6 +1,6 @@
-"""Report of a comparison's table: Markdown, CSV, plots, and one HTML file.
+"""Report of a comparison: Markdown, CSV, plots, and one HTML file.
 
-Of `results.jsonl` these are `results.md`, `results.csv`, `results.html` and `results-*.png` beside it. They can be
+The report of `results.jsonl` is `results.md`, `results.csv`, `results.html` and `results-*.png` beside it. It can be
 written at any time, also while the comparison still runs.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.runner.table import Cell, read_cells
+from kvcache_compress.validation import require
 
-from .drawing import require_matplotlib
 from .plots import plot_needles, plot_pareto
 from .tables import Column, Row, Table, tables
 
@@ -32,11 +32,11 @@ def to_markdown(comparison: Sequence[Table]) -> str:
 
 
 def to_csv(comparison: Sequence[Table]) -> str:
-    """CSV with a line per cell and a column per score.
+    """CSV with a line per cell.
 
-    `packed_tokens` is the least of any sample, `tokens` (of the prompt) and `total_bytes` are means over samples,
-    `difference` is from the full cache, for `uncertainty` see `Table.uncertainty`, and `scores.NAME` is every score of
-    any benchmark, empty for the others.
+    `packed_tokens` is that of the sample with fewest. `tokens` (of the prompt) and `total_bytes` are means over
+    samples. `difference` is from the full cache, and `uncertainty` is that of `Table.uncertainty`. Each score of any
+    benchmark has a column `scores.NAME`, which is empty for benchmarks without it.
     """
     lines = [
         _csv_line(table, row, column)
@@ -58,7 +58,7 @@ def to_html(comparison: Sequence[Table], images: Iterable[tuple[str, Path]]) -> 
 
     Args:
         comparison: the tables.
-        images: title and file of each plot.
+        images: the title and the file of each plot.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -71,7 +71,7 @@ def to_html(comparison: Sequence[Table], images: Iterable[tuple[str, Path]]) -> 
 
 
 def circumstances(cells: Iterable[Cell]) -> dict[str, list[str]]:
-    """Distinct commands, commits, dates, versions, machines, and options of the benchmarks."""
+    """The distinct commands, commits, dates, versions, machines, and options of benchmarks."""
     distinct: dict[str, dict[str, None]] = {}
     for cell in cells:
         about = {
@@ -88,16 +88,13 @@ def circumstances(cells: Iterable[Cell]) -> dict[str, list[str]]:
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write the report of a table beside it.
-
-    Returns:
-        The files written.
+    """Write the report of a table beside it, and return its files.
 
     Raises:
-        ValueError: no cell in the table, or a file that is no table.
+        ValueError: The file is no table, or has no cell.
         ImportError: matplotlib is not installed.
     """
-    require_matplotlib()
+    require("matplotlib", "plots", "matplotlib")
     comparison = tables(read_cells(path))
     images: list[tuple[str, Path]] = []
     for table in comparison:
@@ -125,7 +122,7 @@ def _section(table: Table) -> str:
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[str]], texts: Sequence[int] = (0,)) -> str:
-    """A Markdown table; its columns hold figures but for `texts`, indices from either end."""
+    """A Markdown table. Columns are aligned as figures, except those with an index (from either end) in `texts`."""
     left = {index % len(heads) for index in texts}
     rule = "|".join("---" if index in left else "---:" for index in range(len(heads)))
     head, *lines = (f"| {' | '.join(line)} |" for line in (heads, *rows))

@@ -1,8 +1,7 @@
-"""Tables of a comparison's cells, one per model and dtype.
+"""Tables of a comparison, one per model and dtype: a row per cache, a column per benchmark.
 
-A row is a cache, a column a benchmark with its main score. The first column leads: it decides which caches are on the
-front and which one is named as the smallest good one. A perplexity benchmark leads if there is one, because KL tells
-caches apart long before a task's score does.
+The first column leads: by it the smallest good cache is found. A perplexity benchmark leads if there is one, because KL
+tells caches apart long before a task's score does.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ FULL_BITS = 16
 MISSING = "–"
 FAILED = "failed"
 MAX_KL = 0.02
-"""Largest KL divergence from the full cache of a good one, in nats per token: about 2 % more perplexity.
+"""A good cache's largest KL from the full cache, in nats per token: about 2 % more perplexity.
 
-In the committed comparison of SmolLM2, caches within it found at least 19 of 20 pass keys; those with twice as much
+In the committed comparison of SmolLM2, caches below it found at least 19 of 20 pass keys. Caches with twice as much
 missed several.
 """
 MAX_SHARE = 0.05
-"""Largest loss of a good cache where KL does not lead: a share of the full cache's score, or nats of a log-probability.
-"""
+"""A good cache's largest loss without a KL: a share of the full cache's score, or nats of a log-probability."""
 VERSIONS = ("kvcache_compress", "torch", "transformers")
 """Packages whose version all cells of a benchmark should share."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A benchmark: its name, kind, main score, whether more is better, and the decimals of its scores."""
+    """A benchmark: its name, kind and main score, whether more is better, and the decimals that are shown."""
 
     name: str
     kind: str
@@ -59,11 +57,11 @@ class Row:
     Attributes:
         cache: its name.
         family: its method, the peer's back end, or the beginning of its name.
-        lossless: compresses nothing on purpose.
-        packed_bits, all_bits: bits per compressed number and per number of the whole cache, in the first benchmark that
-            the cache has finished.
-        packed_tokens: the least number of tokens stored compressed in any sample.
-        cells: by benchmark.
+        lossless: True if it compresses nothing on purpose.
+        packed_bits: bits per packed number in the first benchmark that the cache has finished.
+        all_bits: bits per number of the whole cache in that benchmark.
+        packed_tokens: packed tokens in the sample that has fewest.
+        cells: its cells by benchmark.
     """
 
     cache: str
@@ -75,14 +73,14 @@ class Row:
     cells: dict[str, Cell]
 
     def score(self, column: Column) -> float | None:
-        """Main score; None for a failed or missing cell."""
+        """The main score; None for a failed or missing cell."""
         cell = self.cells.get(column.name)
         return None if cell is None or cell.error is not None else cell.score
 
 
 @dataclass(frozen=True)
 class Table:
-    """All caches and benchmarks of one model: the full cache first, then by method and falling bits."""
+    """All caches and benchmarks of one model. The full cache comes first, the others by method and falling bits."""
 
     model: str
     dtype: str
@@ -99,32 +97,27 @@ class Table:
         return next((row for row in self.rows if row.lossless), None)
 
     def difference(self, row: Row, column: Column) -> float | None:
-        """Main score minus the full cache's; None for the full cache itself, and where either is missing."""
+        """Main score minus the full cache's; None for the full cache itself, or if either score is missing."""
         score, reference = row.score(column), None if self.full is None else self.full.score(column)
         return None if row is self.full or score is None or reference is None else score - reference
 
     def uncertainty(self, row: Row, column: Column) -> float | None:
-        """Standard error of `difference`, sample by sample, or of the score itself if there is no full cache's.
-
-        None if it is not known: with one sample, or where the score is no mean of its samples' scores.
-        """
+        """Standard error of `difference`, or of the score itself without a full cache; None if it is unknown."""
         if row.score(column) is None:
             return None
-        cell = row.cells[column.name]
-        if (known := cell.scores.get(f"{column.main_score}_stderr")) is not None:
-            return known
         reference = None if self.full is None or self.full is row else self.full.cells.get(column.name)
-        return standard_error(cell, None if reference is None or reference.error is not None else reference)
+        usable = reference is not None and reference.error is None
+        return standard_error(row.cells[column.name], reference if usable else None)
 
     def loss(self, row: Row, column: Column) -> float | None:
-        """KL, or how much lower the score is than the full cache's."""
+        """The KL, or how far the score is below the full cache's."""
         if not column.higher_is_better:
             return row.score(column)
         difference = self.difference(row, column)
         return None if difference is None else -difference
 
     def bound(self, column: Column) -> float | None:
-        """Largest loss of a good cache; None if the full cache's score is missing or zero."""
+        """A good cache's largest loss; None if the full cache's score is missing or zero."""
         if not column.higher_is_better:
             return MAX_KL
         reference = None if self.full is None else self.full.score(column)
@@ -133,37 +126,30 @@ class Table:
     @property
     def smallest(self) -> Row | None:
         """The cache with the fewest packed bits whose loss in the leading benchmark is within `bound`."""
-        column = self.columns[0]
-        bound = self.bound(column)
-        good = [
-            row
-            for row in self.rows
-            if not row.lossless
-            and bound is not None
-            and (loss := self.loss(row, column)) is not None
-            and loss <= bound + 1e-9
-        ]
+        bound = self.bound(self.columns[0])
+        losses = [(row, self.loss(row, self.columns[0])) for row in self.rows if not row.lossless]
+        good = [row for row, loss in losses if None not in (bound, loss) and loss <= bound + 1e-9]  # type: ignore[operator]
         return min(good, key=lambda row: row.packed_bits or FULL_BITS, default=None)
 
     def front(self, column: Column) -> list[Row]:
-        """Caches than which no other has both fewer packed bits and less loss, by rising bits."""
-        losses = {
-            row.cache: (row.cells[column.name].packed_bits or FULL_BITS, loss, row)
+        """The Pareto front by rising bits: caches that no other beats in both packed bits and loss."""
+        losses = [
+            (row.cells[column.name].packed_bits or FULL_BITS, loss, row)
             for row in self.rows
             if not row.lossless and (loss := self.loss(row, column)) is not None
-        }
+        ]
         best: list[Row] = []
         least = math.inf
-        for _, loss, row in sorted(losses.values(), key=lambda each: each[:2]):
+        for _, loss, row in sorted(losses, key=lambda each: each[:2]):
             if loss < least:
                 best.append(row)
                 least = loss
         return best
 
     def text(self, row: Row, column: Column) -> str:
-        """A score with its difference from the full cache in brackets, `failed` or –.
+        """A cell of the table: the score, and in brackets its difference from the full cache; `failed` or –.
 
-        The standard error follows the difference; there is none in brackets if it adds nothing to the score, as of KL.
+        The standard error follows the difference. A KL is a difference itself, so it has no brackets.
         """
         score = row.score(column)
         if score is None:
@@ -180,7 +166,7 @@ class Table:
         return f"{score:.{column.digits}f} ({difference:+.{column.digits}f}{more})".replace("-", "−")
 
     def lines(self) -> list[list[str]]:
-        """The table as texts, headings first, then caches by falling bits."""
+        """The table as texts: a line of headings, then a line per cache by falling bits."""
         bits = "bits, packed part", "bits, whole cache", "packed tokens, least"
         lines = [["cache", *bits, *(column.heading for column in self.columns)]]
         for row in sorted(self.rows, key=lambda row: (not row.lossless, -(row.packed_bits or 0))):
@@ -205,13 +191,13 @@ class Table:
         for column in self.columns:
             cells = [row.cells[column.name] for row in self.rows if column.name in row.cells]
             if unlike := _unlike([cell for cell in cells if cell.error is None]):
-                notes.append(f"{column.name}: the cells have different {' and '.join(unlike)}; run them again")
+                notes.append(f"{column.name}: cells differ in {' and '.join(unlike)}; run them again to compare them")
             skipped = dict.fromkeys(reason for cell in cells for reason in cell.skipped)
             notes += [f"{column.name}, skipped: {reason}" for reason in skipped]
         notes.append(
-            f"Bits are per number; dense tokens count as {FULL_BITS}, like the full cache, whatever dtype the model "
-            "ran in. The packed part is what long prompts approach, the whole cache what these prompts took. In "
-            "brackets: the difference from the full cache and its standard error, sample by sample."
+            f"Bits are per number. Dense numbers count as {FULL_BITS} bits, whatever dtype the model ran in. Long "
+            "prompts approach the bits of the packed part; these prompts took those of the whole cache. Brackets hold "
+            "the difference from the full cache and its standard error, compared sample by sample."
         )
         return notes
 
@@ -221,7 +207,7 @@ def bits_text(bits: float | None) -> str:
 
 
 def _unlike(cells: Sequence[Cell]) -> list[str]:
-    """Settings in which cells differ that should not."""
+    """The settings that differ between cells and should not."""
     settings = {
         "options": {json.dumps(cell.benchmark["options"], sort_keys=True) for cell in cells},
         "seeds": {str(cell.seed) for cell in cells},
@@ -232,10 +218,10 @@ def _unlike(cells: Sequence[Cell]) -> list[str]:
 
 
 def standard_error(cell: Cell, reference: Cell | None) -> float | None:
-    """Standard error of a cell's main score, or of its difference from a reference's, sample by sample.
+    """Standard error of a cell's main score or, sample by sample, of its difference from a reference's.
 
-    Scores are means over samples or, with several tasks, over tasks of the means over their samples, perhaps in
-    per cent; None for others, and where a task has one sample.
+    It is known for scores that are means over samples or, with several tasks, means over tasks of their samples' means,
+    also in per cent. It is None for other scores, and if a task has only one sample.
     """
     name = cell.benchmark["main_score"]
 
@@ -259,7 +245,7 @@ def standard_error(cell: Cell, reference: Cell | None) -> float | None:
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
-    """Make one table per model and dtype, in order of appearance."""
+    """Make a table per model and dtype, in order of appearance."""
     by_model: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         by_model.setdefault((cell.model, cell.dtype), []).append(cell)
@@ -267,7 +253,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def family(cell: Cell) -> str:
-    """Method or back end of a cell's cache, `full` for the uncompressed one."""
+    """The method or back end of a cell's cache; `full` for the full cache."""
     if cell.cache["lossless"]:
         return "full"
     config = cell.cache["config"]

@@ -1,4 +1,4 @@
-"""Comparison of caches: models x caches x benchmarks from one YAML file.
+"""Compare caches: models x caches x benchmarks, from one YAML file.
 
     models: [smollm2-135m]                 # hub ids, folders; or {model: ..., codebooks: FILE} for CommVQ
     caches:                                # presets, YAML files, peers; the full cache is always added
@@ -10,10 +10,10 @@
       passkey: {kind: needle, mode: passkey, lengths: [512, 1024]}
     output: results.jsonl
 
-Over several processes (`accelerate launch`, `torchrun`) the samples are sharded, and the results are those of one
-process. Finished samples are never computed again: an interrupted or enlarged comparison continues. A cell that fails
-(out of memory, missing data, a cache that does not fit) records the reason, and the others go on. Relative paths start
-at the working directory.
+Several processes (`accelerate launch`, `torchrun`) share the samples, with the results of one process. Finished samples
+are never computed again, so an interrupted or enlarged comparison continues. A cell that fails (out of memory, missing
+data, a cache that does not fit the model) records the reason, and the others go on. Relative paths start at the working
+directory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import gc
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from transformers import Cache, PreTrainedModel
 
+from kvcache_compress.config import load_config
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
@@ -32,52 +33,47 @@ from kvcache_compress.files.text import read_yaml
 from kvcache_compress.validation import AnyPath, AnyTuple, Seed, StrictOptions, explain
 
 from .load import load
-from .processes import Processes
+from .processes import OneProcess
 from .runner import Progress, Runner, check_distinct
 from .table import Cell, ResultTable
 
 
-class ModelEntry(StrictOptions):
-    """A model, with files of its calibration: CommVQ's codebooks, and spectral's statistics."""
+class Calibrated(StrictOptions):
+    """Calibrated files: CommVQ's codebooks and spectral's statistics."""
+
+    codebooks: AnyPath | None = None
+    statistics: AnyPath | None = None
+
+
+class ModelEntry(Calibrated):
+    """A model, with its calibrated files."""
 
     model: str
-    codebooks: AnyPath | None = None
-    statistics: AnyPath | None = None
 
 
-class CacheEntry(StrictOptions):
-    """A named cache: `config` is anything that `load_config` takes."""
+class CacheEntry(Calibrated):
+    """A cache with a name. `config` is anything that `load_config` takes; without it, the name says what it is."""
 
     name: str
-    config: str | dict[str, Any]
-    codebooks: AnyPath | None = None
-    statistics: AnyPath | None = None
-
-
-def _kind(entry: Any) -> str:
-    return "<name>" if isinstance(entry, str) else "<mapping>"
+    config: str | dict[str, Any] | None = None
 
 
 class Comparison(StrictOptions):
     """The content of a comparison's YAML file; see the module's docstring.
 
     Attributes:
-        models: names, or models with files of their calibration.
-        caches: names as on the command line of any benchmark, or caches with a config.
-        benchmarks: name to `kind` and that kind's options.
+        models: names of models, or models with their calibrated files.
+        caches: names as on the command line of a benchmark, or caches with a config.
+        benchmarks: `kind` and its options by the benchmark's name.
         output: the table of results, a `.jsonl` file.
-        dtype: the models' dtype.
-        device: the models' device; each process's own by default.
-        seed: set before each sample.
+        dtype: dtype of the models.
+        device: device of the models; by default each process's own.
+        seed: seed that is set before each sample.
         fused: attend over the codes instead of decoding them.
     """
 
-    models: AnyTuple[
-        Annotated[Annotated[str, Tag("<name>")] | Annotated[ModelEntry, Tag("<mapping>")], Discriminator(_kind)]
-    ] = Field(min_length=1)
-    caches: AnyTuple[
-        Annotated[Annotated[str, Tag("<name>")] | Annotated[CacheEntry, Tag("<mapping>")], Discriminator(_kind)]
-    ] = Field(min_length=1)
+    models: AnyTuple[Annotated[ModelEntry, BeforeValidator(lambda one: _named(one, "model"))]] = Field(min_length=1)
+    caches: AnyTuple[Annotated[CacheEntry, BeforeValidator(lambda one: _named(one, "name"))]] = Field(min_length=1)
     benchmarks: dict[str, dict[str, Any]] = Field(min_length=1)
     output: AnyPath
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -85,16 +81,21 @@ class Comparison(StrictOptions):
     seed: Seed = 0
     fused: bool = False
 
+    @model_validator(mode="after")
+    def _distinct_models(self) -> Comparison:
+        check_distinct("models", [entry.model for entry in self.models])
+        return self
+
     @classmethod
     def read(cls, path: Path) -> Comparison:
         """Read a YAML file.
 
         Raises:
-            ValueError: the file is missing, is not YAML, or holds something that is not allowed.
+            ValueError: The file is missing or is not YAML, or its content is wrong.
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise ValueError(f"{path}: a mapping is needed at the top, with {', '.join(cls.model_fields)}")
+            raise ValueError(f"{path}: must be a mapping with {', '.join(cls.model_fields)}")
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -102,12 +103,12 @@ class Comparison(StrictOptions):
             raise ValueError(f"{path}: {explain(error, 'in the comparison', models)}") from error
 
     def specs(self, model: ModelEntry) -> list[CacheSpec]:
-        """The caches for a model, the full one first.
+        """The caches for a model, the full cache first.
 
         Raises:
-            ValueError: a name that is no cache, or two caches of one name.
+            ValueError: A name is no cache's, or two caches have one name.
         """
-        specs = [full_cache(), *(_spec(entry, model) for entry in self.caches if entry != "full")]
+        specs = [full_cache(), *(_spec(entry, model) for entry in self.caches if entry != CacheEntry(name="full"))]
         check_distinct("caches", [spec.name for spec in specs])
         return specs
 
@@ -115,12 +116,12 @@ class Comparison(StrictOptions):
         """Make the benchmarks, by name.
 
         Raises:
-            ValueError: no such kind, or options that it does not have.
+            ValueError: A kind is unknown, or its options are wrong.
         """
         suite = {}
         for name, options in self.benchmarks.items():
             if not isinstance(kind := options.get("kind"), str):
-                raise ValueError(f"benchmarks.{name}: `kind` is missing, or no text")
+                raise ValueError(f"benchmarks.{name}: needs a `kind`, such as perplexity")
             try:
                 suite[name] = make_benchmark(kind, {key: value for key, value in options.items() if key != "kind"})
             except ValueError as error:
@@ -128,27 +129,16 @@ class Comparison(StrictOptions):
         return suite
 
     def missing(self) -> dict[str, list[Path]]:
-        """Files that do not exist, by the benchmark that reads them; those of models and caches under ''."""
+        """Missing files by the benchmark that reads them; files of models and caches have the key ''."""
         files = {name: list(vars(benchmark).values()) for name, benchmark in self.suite().items()}
-        mappings: list[ModelEntry | CacheEntry] = [*self.entries()]
-        mappings += [entry for entry in self.caches if not isinstance(entry, str)]
-        files[""] = [path for entry in mappings for path in (entry.codebooks, entry.statistics)]
+        entries: list[Calibrated] = [*self.models, *self.caches]
+        files[""] = [path for entry in entries for path in (entry.codebooks, entry.statistics)]
         found = {name: [path for value in values for path in _paths(value)] for name, values in files.items()}
         return {name: gone for name, paths in found.items() if (gone := [p for p in paths if not p.exists()])}
 
-    def entries(self) -> list[ModelEntry]:
-        """All models as entries.
-
-        Raises:
-            ValueError: a model is listed twice.
-        """
-        entries = [ModelEntry(model=entry) if isinstance(entry, str) else entry for entry in self.models]
-        check_distinct("models", [entry.model for entry in entries])
-        return entries
-
 
 def compare(
-    comparison: Comparison, processes: Processes, on_progress: Progress | None = None
+    comparison: Comparison, processes: OneProcess, on_progress: Progress | None = None
 ) -> tuple[list[Cell], list[str]]:
     """Run a comparison.
 
@@ -156,11 +146,11 @@ def compare(
         All cells, and messages about models that could not be loaded.
 
     Raises:
-        ValueError: the comparison itself is wrong; nothing was run.
+        ValueError: The comparison itself is wrong, and nothing was run.
     """
     suite = comparison.suite()
-    entries = [(entry, comparison.specs(entry)) for entry in comparison.entries()]
-    ResultTable(comparison.output)  # a wrong file shows before a model is loaded
+    entries = [(entry, comparison.specs(entry)) for entry in comparison.models]
+    ResultTable(comparison.output)  # a wrong file is reported before a model is loaded
     cells: list[Cell] = []
     problems: list[str] = []
     for entry, specs in entries:
@@ -184,26 +174,28 @@ def compare(
     return cells, problems
 
 
-def _spec(entry: str | CacheEntry, model: ModelEntry) -> CacheSpec:
-    name = entry if isinstance(entry, str) else entry.name
-    files = {"codebooks": model.codebooks, "statistics": model.statistics}
+def _named(entry: Any, field: str) -> Any:
+    """The mapping that a plain name stands for."""
+    return {field: entry} if isinstance(entry, str) else entry
+
+
+def _spec(entry: CacheEntry, model: ModelEntry) -> CacheSpec:
+    name = entry.name
+    both = ("codebooks", "statistics")
+    files: dict[str, Path | None] = {file: getattr(entry, file) or getattr(model, file) for file in both}
     try:
-        if isinstance(entry, str):
-            return resolve_cache(entry, **files)
-        files |= {name: path for name in files if (path := getattr(entry, name)) is not None}
-        return preset_cache(entry.config, name=name, **files)
+        if entry.config is None:
+            return resolve_cache(name, **files)
+        return preset_cache(load_config(entry.config).with_files(**files), name=name)
     except ImportError as error:
-        return CacheSpec(name, _missing(error), lambda cache: NotImplemented, description={"missing": str(error)})
+        missing = error  # Python deletes `error` at the end of this block
+
+        def make(model: PreTrainedModel) -> Cache:
+            raise missing
+
+        return CacheSpec(name, make, lambda cache: NotImplemented, description={"missing": str(error)})
 
 
 def _paths(value: Any) -> list[Path]:
-    """Paths in the value of an option."""
     items = value if isinstance(value, (list, tuple)) else [value]
     return [item for item in items if isinstance(item, Path)]
-
-
-def _missing(error: ImportError) -> Any:
-    def make(model: PreTrainedModel) -> Cache:
-        raise error
-
-    return make

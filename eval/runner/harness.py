@@ -1,7 +1,7 @@
-"""lm-eval's tasks with a cache under test, those that score given answers among them; needs lm-eval.
+"""lm-eval's tasks through a cache under test; needs lm-eval.
 
-`HFLM` scores an answer in one pass over context and answer, in which no token attends to a cache. Here the cache is
-filled with the context but for its last token; that token and then the answer go through the cache, as in generation.
+`HFLM` scores a given answer in one pass over context and answer, in which no token attends to a cache. Here the cache
+is filled with the context except its last token. That token and then the answer go through the cache, as in generation.
 
     lm = CachedLM(cache="turboquant-4bit", pretrained=model, tokenizer=tokenizer)
     simple_evaluate(lm, tasks=["hellaswag"])
@@ -29,30 +29,30 @@ else:
 
 
 class CachedLM(HFLM):
-    """Model of lm-eval whose answers are scored and generated with their context in a cache under test.
+    """A model for lm-eval that scores and generates answers with their context in a cache under test.
 
-    Rolling likelihoods (perplexity of a text) go through the cache from a window's first token on.
+    Rolling likelihoods (the perplexity of a text) go through the cache from a window's first token on.
 
     Args:
-        cache: anything that `resolve_cache` takes, or a spec.
-        step: tokens of an answer per forward pass. With 1, as in generation, each sees those before it as they are
-            stored; those of one pass see each other uncompressed.
-        options: of `HFLM`: `pretrained`, `tokenizer`, `max_length`, and so on. Answers are scored one by one, whatever
-            `batch_size` is.
+        cache: a name that `resolve_cache` takes, or a spec.
+        step: tokens of an answer per forward pass. Tokens of one pass see each other uncompressed. With 1, as in
+            generation, each token sees all earlier ones as the cache stores them.
+        options: options of `HFLM`, such as `pretrained`, `tokenizer` and `max_length`. Answers are scored one by one,
+            whatever `batch_size` is.
 
     Attributes:
-        packed_tokens: tokens stored compressed after the context of each answer scored so far, or after each batch that
-            was generated. 0 for a context that fits the cache's dense windows: a short answer then tests nothing. (A
-            rolling window has a context of one token, and is packed as it goes.)
+        packed_tokens: packed tokens after the context of each scored answer, or after each generated batch. 0 means
+            that the context fits into the dense windows, so a short answer tests nothing. (A rolling window has a
+            context of one token, and is packed as it goes.)
 
     Raises:
-        ImportError: a peer's package is not installed; of the module: lm-eval is not.
-        ValueError: no such cache, or less than one token per pass.
+        ImportError: lm-eval (when the module is imported) or a peer's package is not installed.
+        ValueError: There is no such cache, or `step` is below 1.
     """
 
     def __init__(self, *, cache: str | CacheSpec, step: int = 1, **options: Any) -> None:
         if step < 1:
-            raise ValueError(f"step={step}: allowed at least 1")
+            raise ValueError(f"step={step}: must be at least 1")
         super().__init__(**options)
         self.spec = cache if isinstance(cache, CacheSpec) else resolve_cache(cache)
         self.step = step
@@ -61,16 +61,15 @@ class CachedLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], *ignored: Any, **options: Any
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities, and whether greedy decoding gives the answer, for each (text, context, answer).
+        """For each (text, context, answer): the sum of log-probabilities, and whether greedy decoding gives the answer.
 
-        Answers of one context share its prefill. A context that is too long loses its first tokens, as in `HFLM`.
+        Answers to one context share its prefill. A context that is too long loses its first tokens, as in `HFLM`.
         """
         scored = []
         for context, same in itertools.groupby(requests, self._fitting_context):
             members, ids = list(same), torch.tensor([context])
             kept = max(1, len(context) - 1)
             shared = prefill(self.model, ids[:, :kept], ids[:, kept:])
-            shared.keep = len(members) > 1
             for text, *_, answer_ids in members:
                 run = shared.run(self.spec)
                 self.packed_tokens.append(run.measured.packed_tokens)
@@ -81,7 +80,7 @@ class CachedLM(HFLM):
         return scored
 
     def _fitting_context(self, request: tuple[Any, list[int], list[int]]) -> list[int]:
-        """Last tokens of the context that leave room for the answer; the answer's last token is not fed."""
+        """The context's last tokens, as many as leave room for the answer (whose last token is not fed)."""
         context, answer = request[1:]
         return context[-max(1, self.max_length + 1 - len(answer)) :]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -13,36 +13,26 @@ PATIENCE = timedelta(days=7)
 """Timeout for the slowest process: with many caches, one more sample may take an hour."""
 
 
-class Processes(Protocol):
-    """A group of processes that all make the same calls."""
-
-    index: int
-    count: int
-    device: torch.device
-
-    def gather(self, item: Any) -> list[Any]:
-        """Gather one item from each process, in order; waits for all."""
-
-
 class OneProcess:
-    """A single process."""
+    """A single process; the base of a group of processes that all make the same calls."""
 
     index = 0
     count = 1
     device = torch.device("cpu")
 
     def gather(self, item: Any) -> list[Any]:
+        """Gather an item from each process, in order; waits for all."""
         return [item]
 
 
-class LaunchedProcesses:
-    """The processes that a launcher started together; this one alone without a launcher."""
+class LaunchedProcesses(OneProcess):
+    """The processes that a launcher started together, or this one alone without a launcher."""
 
     def __init__(self) -> None:
         self._state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
-        self.index: int = self._state.process_index
-        self.count: int = self._state.num_processes
-        self.device: torch.device = self._state.device
+        self.index = self._state.process_index
+        self.count = self._state.num_processes
+        self.device = self._state.device
 
     def gather(self, item: Any) -> list[Any]:
         return list(gather_object([item])) if self.count > 1 else [item]

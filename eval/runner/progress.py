@@ -10,9 +10,9 @@ LOG_EVERY_S = 10.0
 
 
 class ProgressLine:
-    """Progress as one updating line on a terminal; in logs, as a line at most every `LOG_EVERY_S` seconds.
+    """Progress as one updating line on a terminal, or in logs as a line every `LOG_EVERY_S` seconds.
 
-    The remaining time assumes this run's mean speed so far; the work of earlier runs does not count.
+    The remaining time assumes this run's mean speed so far. The work of earlier runs does not count.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
-"""Running a benchmark over caches: shared prefills, resumable cells, samples sharded over processes."""
+"""Run a benchmark for several caches: prefills are shared, cells resumed, and samples sharded over processes."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,19 +20,19 @@ from kvcache_compress.eval.provenance.identity import digest_of, fingerprint, st
 from kvcache_compress.eval.provenance.results import circumstances, error_message
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 
-from .processes import OneProcess, Processes
+from .processes import OneProcess
 from .table import Cell, ResultTable, with_scores
 
 
 class Progress(Protocol):
-    """Callback for progress: cell-samples done, cell-samples in all, and the next one's label."""
+    """Called with the samples of cells done, those in all, and the next one's label."""
 
     def __call__(self, done: int, total: int, label: str) -> None: ...
 
 
 @dataclass
 class _Work:
-    """A cell in progress; `foreign` if the table holds results of something else under its names."""
+    """A cell in progress; `foreign` if the table holds other results under its names."""
 
     spec: CacheSpec
     head: Cell
@@ -43,14 +42,14 @@ class _Work:
 
 
 class Runner:
-    """Runs benchmarks for one model and keeps their cells in a table.
+    """Runs benchmarks for one model, and keeps their cells in a table.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         tokenizer: its tokenizer.
-        output: the table's file, see `ResultTable`; None keeps nothing on disk.
-        seed: set before each sample.
-        processes: over which the samples are sharded; each runs the same calls. They share the table.
+        output: the table's file (see `ResultTable`); None keeps nothing on disk.
+        seed: seed that is set before each sample.
+        processes: processes that make the same calls, share the samples and write to one table.
         on_progress: see `Progress`.
     """
 
@@ -61,7 +60,7 @@ class Runner:
         output: Path | None = None,
         *,
         seed: int = 0,
-        processes: Processes | None = None,
+        processes: OneProcess | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         self.model, self.tokenizer, self.table, self.seed = model, tokenizer, ResultTable(output), seed
@@ -72,38 +71,40 @@ class Runner:
     def run(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
         """Compute every cell of a benchmark, in the order of `specs`.
 
-        Finished samples are not computed again. A failure ends one cell only, and the next run tries it again. While
-        another run writes to the same table, this one waits.
+        Finished samples are not computed again. A failure ends one cell, which the next run tries again. If another run
+        writes to the same table, this one waits for it.
 
         Args:
-            name: of the benchmark in the table.
-            specs: caches, with distinct names.
+            name: the benchmark's name in the table.
+            benchmark: the benchmark.
+            specs: the caches.
 
         Raises:
-            ValueError: two caches of one name. OSError: a file that cannot be written.
+            ValueError: Two caches have one name.
+            OSError: A file cannot be written.
         """
         check_distinct("caches", [spec.name for spec in specs])
         with ExitStack() as stack:
             if self.table.path is not None and self.processes.index == 0:
                 stack.enter_context(self.table.lock())
-            self.processes.gather(None)  # no process reads records while another run still adds some
+            self.processes.gather(None)  # no process reads records while another run adds some
             return self._run_alone(name, benchmark, specs)
 
     def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
         self.table.read()
         works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
         samples, problem = self._samples(name, benchmark)
-        # All processes take the same path, even if only one of them cannot read the data.
+        # If one process cannot read the data, all stop.
         problem = next((message for message in self.processes.gather(problem) if message is not None), None)
         if problem is not None:
             for work in works:
                 work.error = work.error or problem
         else:
             self._score_all(name, samples, benchmark, works)
-        self.processes.gather(None)  # all processes have written their records before any reads them
+        self.processes.gather(None)  # no process reads records before all have written theirs
         self.table.read()
         cells = [self._collect(benchmark, work, {sample.id: sample.digest for sample in samples}) for work in works]
-        self.processes.gather(None)  # and have read them before they are removed
+        self.processes.gather(None)  # nor removes them before all have read them
         if self.processes.index == 0:
             self.table.write([cell for work, cell in zip(works, cells, strict=True) if not work.foreign])
         self.processes.gather(None)
@@ -150,27 +151,27 @@ class Runner:
         return Cell(**self._model, benchmark=about, cache=cache, seed=self.seed, digest=digest, skipped=skipped)
 
     def _work(self, head: Cell, spec: CacheSpec) -> _Work:
-        """Pick up a cell as far as it is; an error if the table holds results of something else under its names."""
+        """Pick up a cell where it was left; it fails if the table holds other results under its names."""
         stored = self.table.cell(head)
         if stored is None or stored.digest == head.digest:
             return _Work(spec, head, stored)
         if stored.error is not None:
             return _Work(spec, head)
         error = (
-            f"the table holds results of {'/'.join(head.key[1:])} with other weights, options or another seed: take "
-            "another output or benchmark's name, or remove them"
+            f"the table already holds results of {'/'.join(head.key[1:])} with other weights, options or another seed; "
+            "use another output, another name for the benchmark, or remove them"
         )
         return _Work(spec, head, error=error, foreign=True)
 
     def _known(self, work: _Work) -> dict[str, Record]:
-        """Records of this and earlier runs by sample id."""
+        """Records of this run and earlier ones by sample id."""
         stored = [*work.stored.records, *work.stored.further] if work.stored else []
         return {record["id"]: record for record in stored} | self.table.unfinished(work.head)[0]
 
     def _score_all(self, name: str, samples: Sequence[Sample], benchmark: Benchmark, works: Sequence[_Work]) -> None:
-        """Score this process's share of the samples that some cell lacks."""
+        """Score this process's share of the samples that a cell still lacks."""
         done = {work.spec.name: self._known(work) for work in works}
-        self.processes.gather(None)  # all processes have read the records before any adds some
+        self.processes.gather(None)  # no process adds records before all have read them
 
         def pending(sample: Sample) -> list[_Work]:
             def lacks(work: _Work) -> bool:
@@ -183,18 +184,17 @@ class Runner:
         total = sum(len(pending(sample)) for sample in share)
         count = 0
         shared: Prefill | None = None
-        for sample, following in itertools.zip_longest(share, share[1:]):
+        for sample in share:
             todo = pending(sample)
             if not todo:
                 continue
             if shared is not None and not torch.equal(shared.ids.cpu(), sample.prompt):
-                shared = None  # freed before the next one is made
+                shared = None  # frees its memory before the next prefill
             with self._failing(todo):
                 self.on_progress(count, total, f"{name} {sample.id}")
                 set_seed(self.seed)
                 prompt, question = sample.prompt, sample.question
                 shared = prefill(self.model, prompt, question) if shared is None else shared.with_question(question)
-                shared.keep = following is not None and torch.equal(following.prompt, prompt)
             for work in todo:
                 if shared is not None and work.error is None:
                     self.on_progress(count, total, f"{name} {sample.id}, {work.spec.name}")
@@ -232,13 +232,13 @@ class Runner:
         further = [record for name, record in known.items() if name not in wanted]
         finished = stored is not None and stored.error is None
         if stored is not None and finished and not wanted:
-            return stored  # while its data was still available
+            return stored  # it was finished before its data went missing
         head = dataclasses.replace(work.head, records=records, further=further, **self._circumstances)
         if len(records) < len(wanted) or not records:
             error = work.error or self.table.unfinished(head)[1] or "interrupted"
             return dataclasses.replace(head, error=error)
         if not work.spec.lossless and not any(record["packed_tokens"] for record in records):
-            error = "nothing was compressed, so there is nothing to measure; take longer prompts, or fewer dense tokens"
+            error = "nothing was packed, so there is no loss to measure; use longer prompts, or fewer dense tokens"
             return dataclasses.replace(head, error=error)
         unchanged = (head.benchmark, records, further)
         if stored is not None and finished and (stored.benchmark, stored.records, stored.further) == unchanged:
@@ -250,6 +250,6 @@ class Runner:
 
 
 def check_distinct(what: str, names: Sequence[str]) -> None:
-    """Raise ValueError for names that are equal."""
+    """Raise ValueError if two names are equal."""
     if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
-        raise ValueError(f"{what}: {', '.join(twice)} more than once; names must differ")
+        raise ValueError(f"{what}: {', '.join(twice)} more than once; give each a name of its own")

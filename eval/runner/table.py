@@ -1,9 +1,9 @@
-"""Results of a comparison: one table, a file of JSON lines with a line per cell.
+"""The table of a comparison: a file of JSON lines, with a line per cell.
 
-A cell is one cache in one benchmark with one model. Samples of cells that are not finished yet are lines of their own,
-`{"unfinished": [MODEL, BENCHMARK, CACHE, DIGEST], "record": ...}`, which processes append as they come; they go once
-their cell is written. A later run reuses a record if the cell's digest (weights, options, cache, seed) and the sample's
-agree. `FILE.lock` is held by the one run that may change the table.
+A cell is the result of one cache in one benchmark with one model. While a cell is unfinished, processes append each of
+its samples as a line `{"unfinished": [MODEL, BENCHMARK, CACHE, DIGEST], "record": ...}`; writing the cell removes them.
+A later run reuses a record if the digests of the cell (weights, options, cache, seed) and of the sample agree. The run
+that may change the table holds `FILE.lock`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ _UNFINISHED = '{"unfinished": '
 
 @dataclass(frozen=True)
 class Cell:
-    """Result of one cache in one benchmark with one model.
+    """The result of one cache in one benchmark with one model.
 
     Attributes:
-        model: the model's name; `dtype` its type, `attention` its implementation, `weights` their fingerprint.
+        model: name of the model.
+        dtype: dtype of the model.
         benchmark: `name`, `kind`, `options`, `main_score`, `higher_is_better`.
-        cache: `name`, `lossless`, and `config`, everything that it was made of.
-        seed: set before each sample.
-        digest: of everything above that results depend on.
+        cache: `name`, `lossless`, and `config`, which is everything that defines the cache.
+        seed: seed that was set before each sample.
+        digest: digest of everything that results depend on.
+        attention: the model's attention implementation.
+        weights: fingerprint of the model's weights.
         error: why there are no scores; None for a finished cell.
-        skipped: reasons why parts of the benchmark have no samples with this model.
-        scores: from the benchmark's `summarize`.
-        samples: how many were scored.
-        packed_tokens: tokens per sequence stored compressed after the prompt: `least`, `mean` and `most` over samples.
-        packed_bits: bits per compressed number; `all_bits` over the whole cache; means over samples.
-        total_bytes: bytes of the cache, beside a 16-bit model, mean over samples.
-        seconds: filling the cache and all that followed, over all samples; `prefill_seconds` the prefills, shared by
-            all caches.
-        command, date, commit, versions, hardware: how and where it was measured.
-        records: one per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`, `all_bits`,
-            `total_bytes`, `seconds`, `prefill_seconds`, `commit`, and the benchmark's own.
+        skipped: why parts of the benchmark have no samples with this model.
+        scores: what the benchmark's `summarize` returned.
+        samples: number of scored samples.
+        packed_tokens: packed tokens per sequence after the prompt: `least`, `mean` and `most` over samples.
+        packed_bits: bits per packed number, mean over samples.
+        all_bits: bits per number of the whole cache, mean over samples.
+        total_bytes: bytes of the cache, mean over samples.
+        seconds: time to fill the cache, and of all that followed, over all samples.
+        prefill_seconds: time of the prefills, which all caches share.
+        command, date, commit, versions, hardware: how and where the cell was measured.
+        records: a record per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`,
+            `all_bits`, `total_bytes`, `seconds`, `prefill_seconds`, `commit`, and what the benchmark adds.
         further: records of samples beyond this run's limit.
     """
 
@@ -80,12 +84,12 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Names of the model, the benchmark and the cache."""
+        """The names of model, benchmark and cache."""
         return self.model, self.benchmark["name"], self.cache["name"]
 
     @property
     def score(self) -> float | None:
-        """The benchmark's main score; None for a failed cell."""
+        """The main score; None for a failed cell."""
         return self.scores.get(self.benchmark["main_score"])
 
 
@@ -93,10 +97,10 @@ class ResultTable:
     """The table of a comparison.
 
     Args:
-        path: its file, whose name ends in `.jsonl`; None keeps it in memory.
+        path: the table's file, whose name ends in `.jsonl`; None keeps the table in memory.
 
     Raises:
-        ValueError: another name, or a file that is no table.
+        ValueError: The name has another end, or the file is no table.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -108,12 +112,12 @@ class ResultTable:
         self.read()
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the table; another run that holds it is waited for."""
+        """Lock the table, after waiting for another run that holds it."""
         assert self.path is not None
         return only_one(self.path.with_name(f"{self.path.name}.lock"))
 
     def read(self) -> None:
-        """Read what other processes have written since."""
+        """Read what other processes have written meanwhile."""
         if self.path is None or not self.path.is_file():
             return
         self._cells, self._unfinished = [], []
@@ -125,7 +129,7 @@ class ResultTable:
                 else:
                     self._cells.append(Cell(**parse_json(line, "cell")))
             except (ValueError, TypeError) as error:
-                if not partial:  # else it is empty, or was cut short by an interruption
+                if not partial:  # a partial line is empty, or an interruption cut it short
                     raise ValueError(f"{self.path}, line {number}: not a cell of a comparison: {error}") from error
 
     def cells(self) -> list[Cell]:
@@ -133,11 +137,11 @@ class ResultTable:
         return list(self._cells)
 
     def cell(self, like: Cell) -> Cell | None:
-        """The cell with the same names, whatever its digest."""
+        """The cell of the same names, whatever its digest."""
         return next((cell for cell in self._cells if cell.key == like.key), None)
 
     def unfinished(self, cell: Cell) -> tuple[dict[str, Record], str | None]:
-        """Records of an unfinished cell by sample id, and an error if there was one."""
+        """Records of an unfinished cell by sample id, and its error if there was one."""
         entries = [entry for entry in self._unfinished if entry["unfinished"] == [*cell.key, cell.digest]]
         records = {entry["record"]["id"]: entry["record"] for entry in entries if "record" in entry}
         return records, next((entry["error"] for entry in entries if "error" in entry), None)
@@ -147,13 +151,13 @@ class ResultTable:
         self._unfinished.append({"unfinished": [*cell.key, cell.digest], **entry})
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # In one write, so that lines of several processes do not mix. The line break comes first, since an
+            # One write keeps the lines of several processes apart. The line break comes first, because an
             # interruption may have cut the last line short.
             with self.path.open("ab", buffering=0) as stream:
                 stream.write(f"\n{json.dumps(self._unfinished[-1], allow_nan=False)}".encode("ascii"))
 
     def write(self, cells: Sequence[Cell]) -> None:
-        """Replace cells of the same names, and drop what was unfinished of these."""
+        """Replace the cells of the same names, and drop their unfinished records."""
         self.read()
         new = {cell.key: cell for cell in cells}
         self._unfinished = [entry for entry in self._unfinished if tuple(entry["unfinished"][:3]) not in new]
@@ -165,10 +169,10 @@ class ResultTable:
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """All cells of a table.
+    """Read all cells of a table.
 
     Raises:
-        ValueError: no such file, no cell in it, or a file that is no table.
+        ValueError: The file is missing, has no cell, or is no table.
     """
     read_text(path, f"results={str(path)!r}")
     if not (cells := ResultTable(path).cells()):
@@ -177,10 +181,10 @@ def read_cells(path: Path) -> list[Cell]:
 
 
 def with_scores(cell: Cell, scores: dict[str, float]) -> Cell:
-    """The cell with its scores, and sizes and times aggregated over its records.
+    """The cell with its scores, and with sizes and times aggregated over its records.
 
     Raises:
-        ValueError: scores that are not finite.
+        ValueError: A score is not finite.
     """
     if not all(math.isfinite(score) for score in scores.values()):
         raise ValueError(f"scores that are not finite: {scores}")

@@ -5,9 +5,9 @@ A benchmark is a class whose fields are its options, registered under its name:
     @register_benchmark("needle")
     class Needle(Benchmark): ...
 
-The runner (`runner/runner.py`) does the rest: one prefill per sample, a new cache per kind and sample, files,
-processes, failures. A new benchmark is one file with `samples`, `score` and `summarize`, listed in `BENCHMARKS` of
-`tasks/__init__.py`, which also makes it a command of `kvcache-compress eval`.
+The runner (`runner/runner.py`) does the rest: a prefill per sample, a new cache per sample, files, processes and
+failures. A new benchmark is one file with `samples`, `score` and `summarize`. Its name in `BENCHMARKS` of
+`tasks/__init__.py` makes it a command of `kvcache-compress eval` too.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import StrictOptions, explain, quoted
 
 Record = dict[str, Any]
-"""Result of one sample with one cache; plain JSON."""
+"""The result of one sample with one cache, as plain JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One prompt and what is needed to score the continuation.
+    """A prompt, and what is needed to score its continuation.
 
     Attributes:
-        id: unique within the benchmark, the same in every run.
-        prompt: `[1, T]` token ids, prefilled before anything is compressed.
-        data: what else `score` needs: references, a continuation, a position in a grid. Plain JSON.
-        question: `[1, Q]` token ids that follow the prompt and already go through the cache under test; may be empty.
+        id: a name that is unique within the benchmark, and the same in every run.
+        prompt: token ids `[1, T]`, which are prefilled before anything is compressed.
+        data: what else `score` needs, as plain JSON: references, a continuation, a position in a grid.
+        question: token ids `[1, Q]` that follow the prompt through the cache under test; may be empty.
     """
 
     id: str
@@ -48,50 +48,50 @@ class Sample:
 
     @property
     def digest(self) -> str:
-        """Digest of the whole sample, so that the result of another text is never taken for this one's."""
+        """Digest of the whole sample, which tells results of other texts from results of this one."""
         content = [self.prompt.tolist(), self.question.tolist(), dict(self.data)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Benchmark(StrictOptions, abc.ABC):
-    """Base of all benchmarks: options in, samples and scores out.
+    """Base of all benchmarks. Its fields are options.
 
-    A field's description is the help of its option in `kvcache-compress eval`; the docstring's first paragraph is the
-    command's. Raising `limit` later adds samples to a finished comparison without computing any again.
+    A field's description is the help of its option in `kvcache-compress eval`, and the docstring's first paragraph is
+    the help of the command. A larger `limit` adds samples to a finished comparison, and computes only those.
     """
 
     kind: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
     limits_itself: ClassVar[bool] = False
-    """`samples` applies `limit` on its own, to each of several tasks; else the runner does."""
+    """True if `samples` applies `limit` itself, to each of several tasks; otherwise the runner applies it."""
 
     limit: int | None = Field(default=None, ge=1, description="Most samples to take, from the first; all by default.")
 
     @property
     @abc.abstractmethod
     def main_score(self) -> str:
-        """The score that tables show, a key of what `summarize` returns."""
+        """The score that tables show: a key of what `summarize` returns."""
 
     @abc.abstractmethod
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """All samples (the runner applies `limit`).
+        """Make all samples.
 
         Raises:
-            ValueError: data that are missing, empty, malformed, or do not fit the model.
-            OSError: data that cannot be read or fetched.
+            ValueError: Data are missing, empty or malformed, or do not fit the model.
+            OSError: Data cannot be read or downloaded.
         """
 
     def skipped(self, model: PreTrainedModel) -> list[str]:
-        """Reasons why parts of the benchmark have no samples with this model."""
+        """Say which parts of the benchmark have no samples with this model, and why."""
         return []
 
     @abc.abstractmethod
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
-        """Score one cache on one sample, by one call of `run.forced` or `run.generate`."""
+        """Score one cache on one sample, with one call of `run.forced` or `run.generate`."""
 
     @abc.abstractmethod
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Scores over the records of all samples, `main_score` among them."""
+        """Compute the scores, `main_score` among them, from the records of all samples."""
 
 
 _BENCHMARKS: dict[str, type[Benchmark]] = {}
@@ -102,12 +102,12 @@ def register_benchmark(kind: str) -> Callable[[AnyBenchmark], AnyBenchmark]:
     """Class decorator that registers a benchmark under a name.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is taken.
     """
 
     def register(benchmark: AnyBenchmark) -> AnyBenchmark:
         if kind in _BENCHMARKS:
-            raise ValueError(f"benchmark={kind!r}: already registered")
+            raise ValueError(f"benchmark={kind!r} is registered already; choose another name")
         benchmark.kind = kind
         _BENCHMARKS[kind] = benchmark
         return benchmark
@@ -119,10 +119,10 @@ def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:
     """Make a benchmark by name.
 
     Raises:
-        ValueError: no such benchmark, or options that it does not have.
+        ValueError: There is no such benchmark, or its options are wrong.
     """
     if kind not in _BENCHMARKS:
-        raise ValueError(f"benchmark={quoted(kind)}: allowed {', '.join(sorted(_BENCHMARKS))}")
+        raise ValueError(f"benchmark={quoted(kind)}: must be one of {', '.join(sorted(_BENCHMARKS))}")
     try:
         return _BENCHMARKS[kind](**options)
     except ValidationError as error:

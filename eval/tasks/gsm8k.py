@@ -1,8 +1,8 @@
-"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168): word problems after solved examples, by cached decoding.
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168): word problems after solved examples.
 
-The solved examples (few-shot chain of thought) are the prompt of all samples and are compressed; question and answer
-go through the cache. Small models solve next to none of the problems: `likelihood` asks instead how probable
-the reference solution is.
+The solved examples (few-shot chain of thought) are the prompt of all samples, and are compressed. Question and answer
+go through the cache. Small models solve almost none of the problems, so `likelihood` asks instead how probable the
+reference solution is.
 
     kvcache-compress eval gsm8k --data train.jsonl --scoring likelihood --cache turboquant-2bit
 """
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
-import torch
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import AnyPath
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
-from .samples import check_fits, force_answer, generate_text, load_hub_rows, read_jsonl, split_ids
+from .samples import check_fits, force_answer, generate_text, load_hub_rows, make_sample, read_jsonl, split_ids
 
 Scoring = Literal["generate", "likelihood"]
 
@@ -39,9 +38,9 @@ _NUMBER = re.compile(r"((?:(?<![\w.)])-)?)\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 class Gsm8k(Benchmark):
     """GSM8K's word problems after a few solved examples.
 
-    The examples are the first rows of the file `data`, which then are not asked, or of the hub's train split.
-    `scoring="generate"` compares the number in the model's answer, `"likelihood"` the probability of the reference
-    solution.
+    The examples are the first rows of the file `data`, which are then not asked, or of the hub's train split.
+    `scoring="generate"` checks the number in the model's answer. `"likelihood"` measures the probability of the
+    reference solution.
     """
 
     data: AnyPath | None = Field(
@@ -62,7 +61,6 @@ class Gsm8k(Benchmark):
         return "accuracy" if self.scoring == "generate" else "answer_logprob"
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """Samples that share the solved examples as their prompt, unless the question is part of it."""
         examples, rows, start = self._rows()
         solved = INTRODUCTION + "".join(f"{question_text(row)} {solution(row)}\n\n" for row in examples)
         samples = []
@@ -75,16 +73,8 @@ class Gsm8k(Benchmark):
             shot_ids, question_ids, *forced = split_ids(tokenizer, [solved, question_text(row), *answer])
             new = sum(map(len, forced)) or self.max_new_tokens
             check_fits(model, len(shot_ids) + len(question_ids) + new, f"{where}, after {self.shots} examples")
-            if not self.cached_question:
-                shot_ids, question_ids = shot_ids + question_ids, []
-            samples.append(
-                Sample(
-                    id=str(number),
-                    prompt=torch.tensor([shot_ids]),
-                    question=torch.tensor([question_ids], dtype=torch.long),
-                    data={"result": result.strip(), **dict(zip(("chain_ids", "number_ids"), forced, strict=False))},
-                )
-            )
+            data = {"result": result.strip(), **dict(zip(("chain_ids", "number_ids"), forced, strict=False))}
+            samples.append(make_sample(str(number), shot_ids, question_ids, data, cached_question=self.cached_question))
         return samples
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
@@ -102,40 +92,38 @@ class Gsm8k(Benchmark):
         return {"score": float(right), "number": None if number is None else str(number), "text": text}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Share of right numbers; or mean log-probabilities of solution and number, and share of numbers predicted."""
+        """Share of right numbers; or log-probabilities of solution and number, and share of numbers predicted."""
         if self.scoring == "generate":
             return {"accuracy": statistics.fmean(record["score"] for record in records)}
         names = ("answer_logprob", "number_logprob", "number_exact")
         return {name: statistics.fmean(record[name] for record in records) for name in names}
 
     def _rows(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-        """Solved examples, rows to ask, and the first asked row's number in its file."""
+        """The solved examples, the rows to ask, and the number of the first of these rows in its file."""
         if self.data is None:
             examples = load_hub_rows(HUB_ID, "main", "train", _COLUMNS)[: self.shots] if self.shots else []
             skipped = len(examples) if self.split == "train" else 0
             return examples, load_hub_rows(HUB_ID, "main", self.split, _COLUMNS)[skipped:], skipped + 1
         rows = read_jsonl(self.data, _COLUMNS)
         if len(rows) <= self.shots:
-            raise ValueError(
-                f"shots={self.shots}: allowed at most {len(rows) - 1} of the {len(rows)} rows in {self.data}"
-            )
+            raise ValueError(f"shots={self.shots}: must be below {len(rows)}, the number of rows in {self.data}")
         return rows[: self.shots], rows[self.shots :], self.shots + 1
 
 
 def question_text(row: dict[str, Any]) -> str:
-    """Prompt of a row's question, up to the start of the answer."""
+    """The prompt for a row's question, up to the start of the answer."""
     return f"Question: {row['question'].strip()}\nAnswer:"
 
 
 def solution(row: dict[str, Any]) -> str:
-    """A row's reference solution, without the calculator's annotations."""
+    """A row's reference solution without calculator annotations."""
     return _CALCULATION.sub("", row["answer"]).strip()
 
 
 def extract_number(text: str) -> Decimal | None:
-    """The result in a solution: the first number after the first ####, else the last number.
+    """The result of a solution: the first number after ####, else the last number of all.
 
-    Commas, dollar signs and zeros at the end do not matter: `$1,200.00` equals `1200`.
+    Commas, dollar signs and trailing zeros do not matter: `$1,200.00` equals `1200`.
     """
     _, mark, result = text.partition("####")
     numbers = _NUMBER.findall(result) if mark else []

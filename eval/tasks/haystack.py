@@ -77,13 +77,13 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
     """The first `count` words of a haystack, each with the white space before it.
 
     Args:
-        folder: of .txt files, read in the order of their names from a sentence that the seed chooses, and repeated if
-            too short; made sentences when None.
+        folder: folder of .txt files. They are read in the order of their names, from a sentence that the seed chooses,
+            and repeated if they are too short. None for made sentences.
         count: number of words.
-        seed: of the start, or of the made sentences.
+        seed: seed of the start, or of the made sentences.
 
     Raises:
-        ValueError: no such folder, or no text in it.
+        ValueError: The folder is missing, or has no text.
     """
     if folder is None:
         return list(islice(chain.from_iterable(words_of(f" {text}") for text in plain_sentences(seed)), count))
@@ -92,13 +92,13 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
     texts = [read_text(path).strip() for path in sorted(folder.glob("*.txt"))]
     words = words_of("".join(f"\n{text}" for text in texts if text))
     if not words:
-        raise ValueError(f"haystack={str(folder)!r}: no text in .txt files there")
+        raise ValueError(f"haystack={quoted(str(folder))}: the folder has no .txt file with text")
     start = random.Random(seed).choice(sentence_starts(words)[:-1])
     return list(islice(cycle(words[start:] + words[:start]), count))
 
 
 def sentence_starts(words: list[str]) -> list[int]:
-    """Indices of words that start a sentence, including 0 and `len(words)`."""
+    """Indices of the words that start a sentence, with 0 and `len(words)`."""
     return [0, *(i for i in range(1, len(words)) if _SENTENCE_END.search(words[i - 1])), len(words)]
 
 
@@ -107,8 +107,8 @@ def hide(needle: str, words: list[str], depth: float) -> str:
 
     Args:
         needle: the sentence.
-        words: the text, as from `haystack_words`; a last sentence that is cut short is closed by a full stop.
-        depth: 0 before the first sentence to 1 after the last; the boundary nearest to it is taken.
+        words: the text, as from `haystack_words`. If it ends within a sentence, a full stop closes it.
+        depth: 0 for before the first sentence, 1 for after the last. The nearest boundary is used.
     """
     words = list(words)
     if words and not _SENTENCE_END.search(words[-1]):

@@ -1,8 +1,8 @@
-"""Needle in a haystack: a sentence hidden in a long text and asked for, over a grid of lengths and depths.
+"""Needle in a haystack: a sentence is hidden in a long text and asked for, over a grid of lengths and depths.
 
-`needle` mode asks for a sentence, scored by the recall of its words (ROUGE-1), as is usual for G. Kamradt's "Needle In
-A Haystack" without a language model as judge. `passkey` mode asks for random digits (Mohtashami and Jaggi 2023,
-"Landmark Attention", section 4.2), which models of 100 million parameters can do.
+`needle` mode asks for a sentence and measures the recall of its words (ROUGE-1), as is usual for G. Kamradt's "Needle
+In A Haystack" without a language model as judge. `passkey` mode asks for random digits (Mohtashami and Jaggi 2023,
+"Landmark Attention", section 4.2), which models of 100 million parameters can find.
 
     kvcache-compress eval needle --mode passkey --length 1024 --length 4096 --cache turboquant-2bit
 """
@@ -17,16 +17,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.validation import AnyList, AnyPath, Seed, require
+from kvcache_compress.validation import AnyList, AnyPath, Seed, quoted, require
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .haystack import haystack_words, hide
-from .samples import as_chat, force_answer, generate_text, length_problem, split_ids, text_ids, with_space
+from .samples import as_chat, force_answer, generate_text, length_problem, make_sample, split_ids, text_ids, with_space
 
 Mode = Literal["needle", "passkey"]
 Scoring = Literal["generate", "forced"]
@@ -38,7 +37,7 @@ INTRODUCTION = "Read this text carefully: one sentence in it answers the questio
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """A needle with `{answer}` in it, the question, the answer (None: drawn digits), and the start of the reply."""
+    """A needle that contains `{answer}`, the question, the answer (None for random digits), and the reply's start."""
 
     needle: str
     question: str
@@ -66,13 +65,13 @@ WORDINGS: dict[Mode, Wording] = {
 class Needle(Benchmark):
     """A sentence or a pass key hidden in long texts and asked for, over a grid of lengths and depths.
 
-    A prompt has as many tokens as its length, or a few less, as it is cut at a word; lengths beyond the model's
-    positions are skipped, and named. The needle stands between two sentences. A wording of one's own needs `needle`,
-    `question` and `answer` together, but no `answer` in passkey mode, which draws it; its `answer_prefix` is empty
-    by default. Repeats have other haystacks and pass keys.
+    A prompt has as many tokens as its length, or a few less because it is cut at a word. Lengths beyond the model's
+    positions are skipped and named. The needle stands between two sentences. A wording of your own needs `needle`,
+    `question` and `answer` together; passkey mode draws the answer itself. Its `answer_prefix` is empty by default.
+    Repeats have other haystacks and pass keys.
 
-    `scoring="generate"` (the default for a needle) judges the text that the model writes; `"forced"` (for a pass key)
-    tests if each token of the answer is the most likely one, and gives its mean log-probability.
+    `scoring="generate"` (the default for a needle) judges the text that the model writes. `"forced"` (the default for a
+    pass key) tests whether each token of the answer is the most likely one, and takes its mean log-probability.
     """
 
     main_score: ClassVar[str] = "recall"
@@ -87,9 +86,9 @@ class Needle(Benchmark):
     haystack: AnyPath | None = Field(
         default=None, description="Folder of .txt files; sentences made from the seed by default."
     )
-    needle: str | None = Field(default=None, description="Needle of your own; {answer} stands for the answer.")
-    question: str | None = Field(default=None, description="Question of your own.")
-    answer: str | None = Field(default=None, description="Answer of your own.")
+    needle: str | None = Field(default=None, description="Your own needle; {answer} stands for the answer.")
+    question: str | None = Field(default=None, description="Your own question.")
+    answer: str | None = Field(default=None, description="Your own answer.")
     answer_prefix: str | None = Field(default=None, description="Start of the model's answer.")
     digits: int = Field(default=5, ge=1, le=1000, description="Digits of a pass key.")
     repeats: int = Field(default=1, ge=1, le=10_000, description="Samples per length and depth.")
@@ -109,9 +108,9 @@ class Needle(Benchmark):
         wanted = ["needle", "question", "answer"] if self.mode == "needle" else ["needle", "question"]
         given = [name for name in ("needle", "question", "answer") if getattr(self, name) is not None]
         if given not in ([], wanted):
-            raise ValueError(f"{', '.join(given)} given; allowed in mode {self.mode} are {', '.join(wanted)}, together")
+            raise ValueError(f"mode {self.mode} needs {', '.join(wanted)} together (got {', '.join(given)})")
         if self.mode == "passkey" and self.needle is not None and "{answer}" not in self.needle:
-            raise ValueError(f"needle={self.needle!r}; allowed in mode passkey is one with {{answer}} in it")
+            raise ValueError(f"needle={quoted(self.needle)} must contain {{answer}} in mode passkey")
         return self
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -126,7 +125,6 @@ class Needle(Benchmark):
         ]
 
     def skipped(self, model: PreTrainedModel) -> list[str]:
-        """Lengths beyond the model's positions."""
         return [why for length in self.lengths if (why := self._length_problem(model, length)) is not None]
 
     def _length_problem(self, model: PreTrainedModel, length: int) -> str | None:
@@ -142,7 +140,7 @@ class Needle(Benchmark):
         return {**place, "score": judge(sample.data["answer"], text), "text": text}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Mean recall, mean log-probability if the answers were forced, and both per length."""
+        """Mean recall, mean log-probability of forced answers, and both by length."""
         scores = {}
         for name, key in {"recall": "score", "logprob": "logprob"}.items():
             if key in records[0]:
@@ -181,35 +179,25 @@ class Needle(Benchmark):
             return len(text_ids(tokenizer, "".join(parts(count)), special=special))
 
         count = bisect.bisect_right(range(1, len(words) + 1), length, key=tokens)
-        while count and tokens(count) > length:  # a word more can move the needle, and so save a token elsewhere
+        while count and tokens(count) > length:  # one more word can move the needle, and so save a token elsewhere
             count -= 1
         if not count:
-            raise ValueError(f"lengths={length}: allowed at least {tokens(1)}, the needle, the question and one word")
+            raise ValueError(f"lengths={length}: must be at least {tokens(1)} for needle, question and one word")
         context, question = parts(count)
         answers = [with_space(question, answer)] if self._scoring == "forced" else []
         prompt_ids, question_ids, *forced = split_ids(tokenizer, [context, question, *answers], special=special)
         data = {"length": length, "depth": depth, "answer": answer, **({"answer_ids": forced[0]} if forced else {})}
-        if not self.cached_question:
-            prompt_ids, question_ids = prompt_ids + question_ids, []
-        return Sample(
-            id=f"{length},{depth:g},{repeat}",
-            prompt=torch.tensor([prompt_ids]),
-            question=torch.tensor([question_ids], dtype=torch.long),
-            data=data,
-        )
+        name = f"{length},{depth:g},{repeat}"
+        return make_sample(name, prompt_ids, question_ids, data, cached_question=self.cached_question)
 
 
 def word_recall(answer: str, text: str) -> float:
-    """Share of the answer's words that occur in a text: ROUGE-1 recall, case-insensitive.
-
-    Raises:
-        ImportError: the package rouge-score is not installed.
-    """
+    """Share of the answer's words that occur in a text: ROUGE-1 recall, case-insensitive."""
     scorer = require("rouge_score.rouge_scorer", "recalls of words", "rouge-score")
     recall: float = scorer.RougeScorer(["rouge1"]).score(answer, text)["rouge1"].recall
     return recall
 
 
 def passkey_found(answer: str, text: str) -> float:
-    """1 if a text contains exactly these digits, not as part of a longer number, else 0."""
+    """1 if a text contains these digits as a whole number, else 0."""
     return float(answer in re.findall(r"\d+", text))

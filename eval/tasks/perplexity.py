@@ -1,12 +1,12 @@
-"""KL divergence, perplexity and top-1 agreement of a compressed cache under forced cached decoding.
+"""KL divergence, perplexity and top-1 agreement of a compressed cache with the full one.
 
-A text is cut into windows of a prefix and a continuation. The prefix is prefilled, and then the continuation is fed in
-forward passes of `step` tokens, so that every one of its tokens attends to the prefix as the cache kept it; scoring a
-whole text in one pass would use no cache at all. The reference is the same procedure with an uncompressed cache.
+A text is cut into windows of a prefix and a continuation. The prefix is prefilled. The continuation is then fed in
+forward passes of `step` tokens, so that each of its tokens attends to the prefix as the cache stores it. (Scoring a
+whole text in one pass would use no cache at all.) The reference is the same with an uncompressed cache.
 
-Tokens of one pass see each other before they are compressed. With few tokens per pass they do not, as in generation,
-and a cache without a recent window shows about twice the KL of a single pass: figures compare only at the same `step`.
-The default of 16 gives the KL of token-by-token decoding in a fifth of its time.
+Tokens of one pass see each other uncompressed, which they do not in generation. With short passes a cache without a
+recent window shows about twice the KL of a single pass, so compare only figures of the same `step`. The default of 16
+gives the KL of token-by-token decoding in a fifth of its time.
 
     kvcache-compress eval perplexity --cache turboquant-4bit --cache hqq-4 --output results
 """
@@ -38,15 +38,16 @@ DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 class Perplexity(Benchmark):
     """KL divergence, perplexity and top-1 agreement with the full cache, on windows of texts.
 
-    With continuation c_0 … c_(S-1), perplexity scores all S tokens, c_0 by the prefill's last logits. KL and top-1 are
-    over the logits after each of the S tokens fed, all of which went through the cache; the prefill's logits, which
-    most caches give exactly, would only dilute them.
+    Perplexity scores all S tokens of the continuation, the first by the prefill's last logits. KL and top-1 are over
+    the logits after each of the S tokens, all of which went through the cache. The prefill's logits are left out:
+    most caches give them exactly, so they would only dilute the figures.
 
-    Each of `texts` is a domain, named by the last two parts of its path, as the domains of CommVQ's Table 6. A short
-    text gives fewer windows, with a warning (see `cut_windows`). `limit` counts windows of each domain.
+    Each of `texts` is a domain, named by the last two parts of its path. A short text gives fewer windows, with a
+    warning (see `cut_windows`). `limit` counts windows of each domain.
 
-    Scores: `kl` in nats with its standard error over windows `kl_stderr`, `kl_999`, the KL that one token in a thousand
-    exceeds, `perplexity`, `top1`; with several domains also `kl.DOMAIN` and so on. Records hold the KL of each token.
+    Scores are `kl` in nats, `kl_stderr` (its standard error over windows), `kl_999` (the KL that one token in a
+    thousand exceeds), `perplexity` and `top1`; with several domains also `kl.DOMAIN` and so on. Records hold the KL of
+    each token.
     """
 
     main_score: ClassVar[str] = "kl"
@@ -65,7 +66,7 @@ class Perplexity(Benchmark):
     @model_validator(mode="after")
     def _step_fits(self) -> Perplexity:
         if self.step > self.scored:
-            raise ValueError(f"step={self.step}: allowed 1 to scored={self.scored}")
+            raise ValueError(f"step={self.step}: must be at most scored={self.scored}")
         return self
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -1,8 +1,8 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654) from its public files: retrieval, tracing, aggregation, questions.
 
-The files are those that RULER's own scripts write: a JSON object per line with `index`, `input`, `outputs`, `length`,
-and in later versions `answer_prefix`. They hold whole prompts. Answers are scored as in RULER: by the references that
-occur in them, case-insensitively, all of them or (questions) any.
+The files are those that RULER's own scripts write: a JSON object per line with a whole prompt, in `index`, `input`,
+`outputs`, `length`, and in later versions `answer_prefix`. Answers are scored as in RULER, by the references that occur
+in them, case-insensitively: the share of all of them or, for questions, any.
 
     kvcache-compress eval ruler --data niah_multikey_3-4096.jsonl --scoring forced --cache turboquant-2bit
 """
@@ -17,7 +17,6 @@ from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,13 +24,13 @@ from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import AnyPath, quoted
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
-from .samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, split_ids, with_space
+from .samples import as_chat, check_fits, force_answer, generate_text, make_sample, read_jsonl, split_ids, with_space
 
 Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
 Scoring = Literal["generate", "forced"]
 
 NEW_TOKENS: dict[Task, int] = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-"""Tokens generated per kind of task, as in RULER's own scripts."""
+"""Tokens to generate by kind of task, as in RULER's own scripts."""
 
 _TASK = re.compile(r"(?<![a-z])(niah|vt|cwe|fwe|qa)(?![a-z])")
 _COLUMNS = ("index", "input", "outputs", "length")
@@ -42,9 +41,9 @@ class Ruler(Benchmark):
     """RULER, from files in its public format.
 
     Without `task`, a file's name (`niah_multikey_3-4096.jsonl`) or its folder's (`vt/validation.jsonl`) tells the kind
-    of task. `scoring="generate"` judges the text that the model writes; `"forced"` tests if each token of the reference
-    is the most likely one, and gives its mean log-probability, which needs tasks with a single reference. Files written
-    with a model's chat template need no `chat_template`. `limit` counts rows of each file.
+    of task. `scoring="generate"` judges the text that the model writes. `"forced"` tests whether each token of the
+    reference is the most likely one, and takes its mean log-probability; it needs tasks with a single reference. Files
+    written with a model's chat template need no `chat_template`. `limit` counts rows of each file.
     """
 
     limits_itself = True
@@ -66,7 +65,7 @@ class Ruler(Benchmark):
         return "accuracy" if self.scoring == "generate" else "logprob"
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """Samples of all files, interleaved; `limit` counts rows of each file."""
+        """Samples of all files, interleaved."""
         per_file = [self._read(path, model, tokenizer) for path in self._files()]
         return [sample for sample in chain.from_iterable(zip_longest(*per_file)) if sample is not None]
 
@@ -80,7 +79,7 @@ class Ruler(Benchmark):
         return {**about, "score": judge(text, sample.data["references"]), "text": text}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Mean over tasks, as in the paper, and means of each task; likewise for log-probabilities."""
+        """Accuracy, or log-probability too, averaged over tasks as in the paper, and for each task."""
         scores = {}
         for name, key in {"accuracy": "score", "logprob": "logprob"}.items():
             if key in records[0]:
@@ -107,10 +106,12 @@ class Ruler(Benchmark):
         for number, row in enumerate(read_jsonl(path, _COLUMNS)[: self.limit], start=1):
             where = f"{path}, row {number}"
             references = row["outputs"]
-            wanted = 1 if self.scoring == "forced" else None
-            if not isinstance(references, list) or not references or len(references) != (wanted or len(references)):
-                allowed = "a list of one" if wanted else "a list of at least one"
-                raise ValueError(f"{where}: outputs={references!r}; allowed with scoring={self.scoring} is {allowed}")
+            forced_only = self.scoring == "forced"
+            if not isinstance(references, list) or not references or (forced_only and len(references) > 1):
+                wanted = "one text" if forced_only else "at least one text"
+                raise ValueError(
+                    f"{where}: outputs={quoted(references)} must be a list of {wanted} with scoring={self.scoring}"
+                )
             *parts, answers = self._parts(tokenizer, row)
             prompt_ids, question_ids, *forced = split_ids(tokenizer, [*parts, *answers], special=not self.chat_template)
             data = {
@@ -123,29 +124,23 @@ class Ruler(Benchmark):
             }
             new = len(forced[0]) if forced else data["max_new_tokens"]
             check_fits(model, len(prompt_ids) + len(question_ids) + new, where)
-            if not self.cached_question:
-                prompt_ids, question_ids = prompt_ids + question_ids, []
             samples.append(
-                Sample(
-                    id=f"{name}/{number}",
-                    prompt=torch.tensor([prompt_ids]),
-                    question=torch.tensor([question_ids], dtype=torch.long),
-                    data=data,
-                )
+                make_sample(f"{name}/{number}", prompt_ids, question_ids, data, cached_question=self.cached_question)
             )
         return samples
 
     def _named(self, path: Path) -> tuple[str, Task]:
-        """A file's name in scores, and its kind of task."""
+        """The task's name in scores, and its kind."""
         for name in (path.stem, path.parent.name):
             if match := _TASK.search(name.lower()):
                 return name, self.task or cast(Task, match[1])
         if self.task is None:
-            raise ValueError(f"data={str(path)!r}: allowed is one of {', '.join(NEW_TOKENS)} in its name, or as task")
+            kinds = ", ".join(NEW_TOKENS)
+            raise ValueError(f"data={quoted(str(path))}: the name does not tell the task; set task to one of {kinds}")
         return path.stem, self.task
 
     def _parts(self, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> tuple[str, str, list[str]]:
-        """Context, question, and the reference if that is forced."""
+        """The context, the question, and the reference if it is forced."""
         context, question = split_question(row["input"])
         prefix = row.get("answer_prefix") or ""
         if self.chat_template:
@@ -156,7 +151,7 @@ class Ruler(Benchmark):
 
 
 def split_question(text: str) -> tuple[str, str]:
-    """Split an input before its last line that starts like RULER's questions, else before its last line."""
+    """Split an input before the last line that starts like a question of RULER's, else before its last line."""
     starts = [match.end() for match in re.finditer(r"\n(?=Question:|What (?:is|are) )", text)]
     start = starts[-1] if starts else text.rstrip().rfind("\n") + 1
     return text[:start], text[start:]

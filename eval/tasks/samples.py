@@ -1,8 +1,8 @@
-"""Helpers of benchmarks: rows of a .jsonl file or the hub, tokenized prompts, forced and generated answers."""
+"""Helpers of benchmarks: rows of a .jsonl file or of the hub, tokenized prompts, forced and generated answers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import torch
 from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun, positions_of
 from kvcache_compress.files.text import parse_json, read_text
 from kvcache_compress.modeling import hub
 from kvcache_compress.validation import require
+
+from .benchmark import Sample
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
@@ -22,10 +24,10 @@ def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
 
     Args:
         path: file with a JSON object per line.
-        columns: required in each row; others are allowed.
+        columns: columns that each row needs.
 
     Raises:
-        ValueError: no such file, a line that is no JSON object, a row without one of the columns, or no rows at all.
+        ValueError: The file is missing or has no rows, a line is no JSON object, or a row lacks a column.
     """
     rows = []
     for number, line in enumerate(read_text(path, f"data={str(path)!r}").split("\n"), start=1):
@@ -42,24 +44,24 @@ def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
 
 
 def check_columns(row: dict[str, Any], columns: Collection[str], where: str) -> None:
-    """Raise ValueError for a row without one of the columns, with the missing and the existing ones."""
+    """Raise ValueError if a row lacks a column."""
     if missing := [column for column in columns if column not in row]:
         raise ValueError(f"{where}: no column {', '.join(missing)}; it has {', '.join(row) or 'none'}")
 
 
 def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[str]) -> list[dict[str, Any]]:
-    """Load the rows of a data set on the hub; an unreachable hub fails at once instead of after many retries.
+    """Load the rows of a data set on the hub. An unreachable hub fails at once, instead of after many retries.
 
     Args:
         repo: the data set's id.
         name: one of its configurations.
         split: one of its splits.
-        columns: required in its rows.
+        columns: columns that its rows need.
 
     Raises:
-        OSError: the hub is unreachable. `HF_HUB_OFFLINE=1` takes the copy in its local cache.
-        ValueError: no such configuration or split, no rows, or a missing column.
-        ImportError: the package datasets is missing.
+        OSError: The hub is unreachable. With `HF_HUB_OFFLINE=1` the copy in its local cache is used.
+        ValueError: There is no such configuration or split, no row, or a column is missing.
+        ImportError: The package datasets is missing.
     """
     datasets = require("datasets", "data sets on the hub", "datasets")
     advice = "give a local .jsonl file as data, or set HF_HUB_OFFLINE=1 if the hub's local cache has it"
@@ -77,9 +79,18 @@ def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[s
 
 
 def check_hub(repo: str) -> None:
-    """Raise OSError if the hub is unreachable, unless its local cache is to be used (`HF_HUB_OFFLINE=1`)."""
+    """Raise OSError if the hub is unreachable, unless `HF_HUB_OFFLINE=1` asks for its local cache."""
     if not constants.HF_HUB_OFFLINE:
         hub.check_hub(repo, "dataset")
+
+
+def make_sample(
+    name: str, prompt: list[int], question: list[int], data: Mapping[str, Any], *, cached_question: bool
+) -> Sample:
+    """Make a sample of token ids; without `cached_question` the question becomes part of the prompt."""
+    if not cached_question:
+        prompt, question = prompt + question, []
+    return Sample(name, torch.tensor([prompt]), data, torch.tensor([question], dtype=torch.long))
 
 
 def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, special: bool = True) -> list[list[int]]:
@@ -88,9 +99,9 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, speci
     A token that spans a boundary goes to the later part.
 
     Args:
-        tokenizer: any tokenizer.
-        parts: of the text, in order.
-        special: add special tokens; False if a chat template already has them.
+        tokenizer: the tokenizer.
+        parts: parts of the text, in order.
+        special: add special tokens; False if a chat template has them already.
     """
     whole = text_ids(tokenizer, "".join(parts), special=special)
     cuts = [0]
@@ -108,17 +119,16 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = T
 
 
 def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, answer_prefix: str) -> tuple[str, str]:
-    """Format a user's message by the tokenizer's chat template, split before the question.
+    """Put a user's message into the tokenizer's chat template, and split it before the question.
 
-    The second part goes on after the question up to `answer_prefix`, the start of the assistant's answer. Tokenize both
-    without further special tokens. Thinking is switched off where a template has it (`enable_thinking`, as Qwen3's),
-    since the answer has to follow at once.
+    The second part ends with `answer_prefix`, the start of the assistant's answer. Tokenize both without special
+    tokens. Thinking is switched off (`enable_thinking`, as Qwen3 has it), because the answer has to follow at once.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: The tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise ValueError("chat_template=True: allowed only with a tokenizer that has a chat template")
+        raise ValueError("chat_template=True: this tokenizer has no chat template; set it to False")
     message = [{"role": "user", "content": context + question}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     start = text.rindex(question.strip())
@@ -126,31 +136,31 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, ans
 
 
 def with_space(before: str, after: str) -> str:
-    """`after`, with a space in front unless `before` ends in white space."""
+    """Return `after`, with a space in front unless `before` ends in white space."""
     return after if not before or before[-1].isspace() else f" {after}"
 
 
 def check_fits(model: PreTrainedModel, tokens: int, what: str) -> None:
-    """Raise ValueError for more tokens than the model has positions for."""
+    """Raise ValueError if the model has positions for fewer tokens."""
     if (problem := length_problem(model, tokens, what)) is not None:
         raise ValueError(problem)
 
 
 def length_problem(model: PreTrainedModel, tokens: int, what: str) -> str | None:
-    """Message about more tokens than the model has positions for; None if they fit."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Say that the model has positions for fewer tokens; None if they fit."""
+    positions = positions_of(model)
     if positions is None or tokens <= positions:
         return None
-    return f"{what}: {tokens} tokens with the answer; allowed at most {positions}, the model's positions"
+    return f"{what}: {tokens} tokens with the answer, but the model has only {positions} positions"
 
 
 @dataclass(frozen=True)
 class ForcedAnswer:
-    """A known answer under forced cached decoding.
+    """A known answer, fed through a cache.
 
     Attributes:
-        logprobs: `[S]`, natural logarithm of each token's probability, given all before it.
-        greedy: `[S]`, True where it is the most likely one.
+        logprobs: natural logarithm of each token's probability given all tokens before it, `[S]`.
+        greedy: True for each token that is the most likely one, `[S]`.
     """
 
     logprobs: torch.Tensor
@@ -168,9 +178,9 @@ class ForcedAnswer:
 
 
 def force_answer(run: CacheRun, ids: Sequence[int], step: int = STEP_TOKENS) -> ForcedAnswer:
-    """Force the answer with these token ids through a cache, `step` per pass; uses up the run.
+    """Feed an answer's token ids through a cache, `step` per pass, as the run's one continuation.
 
-    The answer's last token is not fed, as nothing follows it.
+    The last token is not fed, because nothing follows it.
     """
     targets = torch.tensor(ids)
     logits = run.forced(targets[:-1], step)
@@ -187,7 +197,7 @@ def generate_text(
     more_ends: Sequence[int] = (),
     min_new_tokens: int = 0,
 ) -> str:
-    """Generate greedily up to the model's end token, or one of `more_ends`; uses up the run."""
+    """Generate greedily up to the model's end token or one of `more_ends`, as the run's one continuation."""
     ends = getattr(run.prefill.model.generation_config, "eos_token_id", None)
     ends = tokenizer.eos_token_id if ends is None else ends
     known = [] if ends is None else ends if isinstance(ends, list) else [ends]

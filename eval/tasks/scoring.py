@@ -1,4 +1,4 @@
-"""Windows of a text and scores of logits: pure functions on token ids and logits."""
+"""Windows of a text, and scores of logits."""
 
 from __future__ import annotations
 
@@ -15,29 +15,26 @@ def cut_windows(
 ) -> list[torch.Tensor]:
     """Cut windows that do not overlap, spread evenly from the text's first token to its last.
 
-    If the text is too short, fewer windows or (for a single one) a shorter prefix are taken, with a warning.
+    A short text gives fewer windows, or a single one with a shorter prefix, with a warning.
 
     Args:
-        token_ids: the whole text, without special tokens.
-        prefix: tokens before the continuation, `bos` included.
-        scored: tokens of the continuation.
-        windows: number of windows.
+        token_ids: the whole text without special tokens.
+        prefix: tokens before the continuation, `bos` included; at least 1.
+        scored: tokens of the continuation; at least 1.
+        windows: number of windows; at least 1.
         bos: tokens that the model expects at the start of a text; each window starts with them.
 
     Returns:
-        Windows of shape [1, prefix + scored].
+        Windows `[1, prefix + scored]`.
 
     Raises:
-        ValueError: a size is not positive, or not even one window fits with a prefix as long as its continuation.
+        ValueError: Not even one window fits with a prefix as long as its continuation.
     """
-    for argument, value in {"prefix": prefix, "scored": scored, "windows": windows}.items():
-        if value < 1:
-            raise ValueError(f"{argument}={value}: allowed at least 1")
     longest_prefix = len(token_ids) + len(bos) - scored
     if longest_prefix < min(prefix, scored):
         raise ValueError(
-            f"text of {len(token_ids)} tokens: too short for a prefix of {prefix} and {scored} scored tokens, and even "
-            f"for a prefix of {min(prefix, scored)}; allowed are a longer text, or fewer scored tokens"
+            f"text of {len(token_ids)} tokens: too short for a prefix of {min(prefix, scored)} and {scored} scored "
+            "tokens; give a longer text, or score fewer tokens"
         )
     if longest_prefix < prefix:
         warnings.warn(f"text of {len(token_ids)} tokens: prefix {longest_prefix} instead of {prefix}", stacklevel=2)
@@ -58,16 +55,16 @@ def cut_windows(
 def compare_tokens(
     reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score a cache's logits against the full cache's, token by token, in float64.
+    """Compare a cache's logits with the full cache's, token by token, in float64.
 
     Args:
-        reference: [S + 1, V], of the full cache: after the prefix, then after each of the S tokens fed.
-        logits: [S + 1, V], likewise of the cache under test.
-        targets: [S], the tokens fed.
+        reference: the full cache's logits after the prefix, then after each of the S tokens fed, `[S + 1, V]`.
+        logits: the same of the cache under test.
+        targets: the tokens fed, `[S]`.
 
     Returns:
-        Each [S]: negative log-likelihood of the targets under `logits`; KL(reference || logits) in nats and whether the
-        most likely tokens are equal, both after each of the tokens fed.
+        Three tensors `[S]`: the negative log-likelihood of each target under `logits`, KL(reference || logits) in nats
+        after each target, and whether both have the same most likely token there.
     """
     found = []
     targets = targets.to(logits.device)
@@ -80,9 +77,3 @@ def compare_tokens(
         found.append((-predicted.gather(-1, targets[rows, None])[:, 0], kl, log_p.argmax(-1) == log_q.argmax(-1)))
     nll, kl, same = (torch.cat(parts) for parts in zip(*found, strict=True))
     return nll, kl, same
-
-
-def compare_logits(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, float, float]:
-    """Means of `compare_tokens`: negative log-likelihood, KL, and share of equal most likely tokens."""
-    nll, kl, same = compare_tokens(reference, logits, targets)
-    return nll.mean().item(), kl.mean().item(), same.double().mean().item()

@@ -1,37 +1,38 @@
-"""Share a budget out among the sides of layers, and certify the config that comes of it on other text."""
+"""Distribute a budget over the sides of layers, and certify the resulting config on other text."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from kvcache_compress.cache.estimate import ModelShape, packed_bits, total_bytes
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
-from kvcache_compress.eval.studies.layers import Window
-from kvcache_compress.eval.studies.rules import Plans, with_plans
 
+from .loss import Loss, Scores, Window
+from .rules import Plans, with_plans
 from .sensitivity import Progress, Sensitivity, Sides
 
 STEPS = 64
-"""Steps per byte in which costs are counted, rounded up: groups of up to 128 tokens share bytes."""
+"""Costs are counted in steps of 1/64 byte per token, rounded up: groups of up to 128 tokens share bytes."""
 ROUNDS = 8
-"""Most attempts to fit what does not depend on single sides: tables of the methods, cos and sin."""
+"""Most allocations to try until what single sides do not determine fits too: tables of methods, cos and sin."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Upper limit of a cache's size, with everything counted: bits per packed number, or bytes of the whole cache.
+    """Largest size of a cache, with everything counted: bits per packed number, or bytes of the whole cache.
 
-    bits: scalars, cos and sin counted.
-    memory: bytes of a cache of `batch` sequences of `tokens` tokens; dense tokens and tables of the methods count too.
+    Attributes:
+        shape: sizes of the model.
+        bits: bits per packed number; scales, cos and sin count.
+        memory: bytes of a cache of `batch` sequences of `tokens` tokens; dense tokens and tables of methods count too.
+        tokens: tokens per sequence, for `memory`.
+        batch: sequences, for `memory`.
     """
 
     shape: ModelShape
@@ -41,9 +42,9 @@ class Budget:
     batch: int = 1
 
     def spare(self, config: CompressionConfig) -> float:
-        """Bytes per packed token and key/value head, of all layers together, that a config leaves; below 0 too many.
+        """Bytes per packed token and key/value head, over all layers, that a config leaves; negative if too large.
 
-        The config's rules count the full-attention layers alone, from 0 on.
+        The config's rules must number the full-attention layers alone, from 0.
         """
         layers, _, heads, dim = self.shape
         if self.bits is not None:
@@ -56,9 +57,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A config with methods and bits by layer and side, beside the best one with the same in all layers.
+    """The best config by layer and side, and the best one that is the same in all layers.
 
-    expected, expected_uniform: estimates of their KL, nats per token.
+    Attributes:
+        config: the config with rules by layer.
+        uniform: the config with the same keys and the same values in all layers.
+        expected: estimated KL of `config` in nats per token.
+        expected_uniform: estimated KL of `uniform`.
     """
 
     config: CompressionConfig
@@ -68,12 +73,12 @@ class Tuned:
 
 
 def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget) -> Tuned:
-    """Choose the numbers of dense tokens, and method and bits of each side of each layer, for the least expected KL.
+    """Choose dense tokens, and method and bits of each side of each layer, for the least expected KL.
 
     Raises:
-        ValueError: no config of these choices keeps to the budget.
+        ValueError: No config of these choices fits the budget.
     """
-    # Methods have tables of their own: one of them everywhere may fit where a mixture does not.
+    # Each method has tables of its own, so one method everywhere may fit where a mixture does not.
     mixtures = [choices]
     if len(choices["keys"]) + len(choices["values"]) > 2:
         mixtures += [{"keys": [keys], "values": [values]} for keys in choices["keys"] for values in choices["values"]]
@@ -89,30 +94,29 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Bu
             fitting.append(Tuned(config, even[0], factor * loss, factor * even[1]))
     if not fitting:
         raise ValueError(_refusal(found, base, choices, budget))
-    # The uniform config may have other numbers of dense tokens, if those suit it better.
     uniform = min(fitting, key=lambda each: each.expected_uniform)
     best = min(fitting, key=lambda each: each.expected)
     return replace(best, uniform=uniform.uniform, expected_uniform=uniform.expected_uniform)
 
 
 def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget) -> str:
-    """Message that refuses a budget, with what the cheapest config takes beyond it."""
+    """Error message for a budget that nothing fits, with what is missing for the cheapest config."""
     sinks, recent = min(found.ends, key=sum)
     if budget.tokens and budget.tokens <= sinks + recent:
-        return f"context={budget.tokens} tokens: {sinks + recent} stay dense, so nothing would be packed"
+        return f"context={budget.tokens}: {sinks + recent} tokens stay dense, so nothing would be packed; raise it"
     dim = budget.shape.head_dim
     cheapest = _cheapest(base.changed(sink_tokens=sinks, recent_tokens=recent), choices, dim)
     missing = -8 * budget.spare(cheapest) / (2 * dim * budget.shape.layers)
     return (
-        f"budget: even the fewest bits take {missing:.2f} per number more ({sinks + recent} tokens of each sequence "
-        "stay dense); allowed are a larger budget, or fewer bits (--level)"
+        f"budget: even the fewest bits exceed it by {missing:.2f} bits per number ({sinks + recent} tokens of each "
+        "sequence stay dense); raise the budget, or allow fewer bits with --level"
     )
 
 
 def _best(
     found: Sensitivity, base: CompressionConfig, choices: Sides, mixture: Sides, budget: Budget
 ) -> tuple[CompressionConfig, float] | None:
-    """The config with the least sum of losses, of the methods in `mixture`, and that sum; None if nothing fits."""
+    """The config of least expected KL with the methods in `mixture`, and that KL; None if nothing fits."""
     dim = budget.shape.head_dim
     units = [(layer, side) for layer in found.plans for side in SIDES]
     options = {
@@ -134,29 +138,29 @@ def _best(
             method, choice = options[side][number]
             changed: dict[str, Any] = {side: choices[side][method][choice]}
             plans[layer] = replace(plans[layer], **changed)
-        # The estimate counts full-attention layers alone, in whatever places the model has them.
+        # The estimate numbers full-attention layers alone, wherever the model has them.
         spare = budget.spare(with_plans(base, dict(enumerate(plans.values()))))
         if spare >= -1e-6:
             loss = sum(of_unit[number] for of_unit, number in zip(losses, chosen, strict=True))
             return _checked(with_plans(base, plans), plans), loss
-        # Methods with tables, or cos and sin, of their own have joined.
+        # The allocation brought in methods with tables, cos or sin that the allowance did not count.
         allowed = sum(of_unit[number] for of_unit, number in zip(steps, chosen, strict=True)) / STEPS + spare
     return None
 
 
 def _checked(config: CompressionConfig, plans: Plans) -> CompressionConfig:
-    """The config, whose rules must give the layers just these plans.
+    """Check that the config's rules give the layers exactly these plans.
 
     Raises:
-        ValueError: a rule inherits an option of the base that its choice does not have.
+        ValueError: A rule would inherit an option of the base that its choice does not have.
     """
     found = config.plan(["full_attention"] * (max(plans) + 1))
     for layer, plan in plans.items():
         for side in SIDES:
             if found[layer].side(side).options() != plan.side(side).options():
                 raise ValueError(
-                    f"{plan.side(side).method} with other options than the base's: allowed is a method of --also that "
-                    "the base does not have"
+                    f"method {plan.side(side).method} has other options in --base than in --also; a rule for a layer "
+                    "would inherit them. Use methods in --also that --base does not have"
                 )
     return config
 
@@ -164,7 +168,7 @@ def _checked(config: CompressionConfig, plans: Plans) -> CompressionConfig:
 def _best_uniform(
     found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget
 ) -> tuple[CompressionConfig, float] | None:
-    """The config with the least loss of those with the same choices in all layers, and that loss; None if none fits."""
+    """The config of least expected KL with the same choices in all layers, and that KL; None if nothing fits."""
     options = {
         side: [
             (sum(found.loss(layer, side, m, c) for layer in found.plans), choice)
@@ -185,7 +189,7 @@ def _best_uniform(
 
 
 def _cheapest(base: CompressionConfig, choices: Sides, head_dim: int) -> CompressionConfig:
-    """The choices with the fewest bytes, in all layers."""
+    """The config with the fewest bytes in all layers."""
     fewest: dict[str, SideConfig] = {}
     for side in SIDES:
         known = [choice for of_method in choices[side] for choice in of_method]
@@ -202,63 +206,19 @@ def _cost(choice: SideConfig, side: Side, head_dim: int) -> float:
     return bytes_per_token(choice.codec().layout(choice.options(), side, head_dim))
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """A cache's loss against the full cache over windows of a text, in nats per token.
-
-    kl, kl_stderr: mean, and its standard error over windows (None for one).
-    kl_999: the KL that one token in a thousand exceeds.
-    top1: share of tokens after which the most likely one is the full cache's.
-    perplexity: of the text.
-    bits: measured bits per packed number; 16 if nothing was packed.
-    """
-
-    kl: float
-    kl_stderr: float | None
-    kl_999: float
-    top1: float
-    perplexity: float
-    bits: float
-
-
 def certify(
     windows: Sequence[Callable[[], Window]], configs: Sequence[CompressionConfig], on_progress: Progress
-) -> list[Certificate]:
-    """Measure caches of some configs on windows, each of which is prefilled once; report the windows done.
+) -> list[Loss]:
+    """Measure the loss of caches of some configs on the same windows, each of which is prefilled once.
 
     Raises:
-        ValueError: a config does not fit the model, or packs nothing.
+        ValueError: A config does not fit the model, or packs nothing.
     """
-    found: list[list[_Scores]] = [[] for _ in configs]
+    found: list[list[Scores]] = [[] for _ in configs]
     for done, make in enumerate(windows):
         on_progress(done, len(windows), "windows")
         window = make()
-        for records, config in zip(found, configs, strict=True):
-            nll, kl, same, measured = window.certify(config)
-            if not measured.packed_tokens:
-                raise ValueError("nothing is packed after this prefix: allowed are a longer one, or fewer dense tokens")
-            records.append(_Scores(nll, kl, same, measured.packed_bits))
+        for scores, config in zip(found, configs, strict=True):
+            scores.append(window.score(config))
     on_progress(len(windows), len(windows), "windows")
-    return [_certificate(records) for records in found]
-
-
-class _Scores(NamedTuple):
-    """Scores of a window by token, and measured bits."""
-
-    nll: torch.Tensor
-    kl: torch.Tensor
-    same: torch.Tensor
-    bits: float
-
-
-def _certificate(records: Sequence[_Scores]) -> Certificate:
-    kl = torch.cat([record.kl for record in records])
-    means = [record.kl.mean().item() for record in records]
-    return Certificate(
-        kl=kl.mean().item(),
-        kl_stderr=statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
-        kl_999=torch.quantile(kl, 0.999).item(),
-        top1=torch.cat([record.same for record in records]).double().mean().item(),
-        perplexity=torch.cat([record.nll for record in records]).mean().exp().item(),
-        bits=statistics.fmean(record.bits for record in records),
-    )
+    return [Loss.of(scores) for scores in found]

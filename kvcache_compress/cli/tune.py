@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
 
 from kvcache_compress.validation import MOST_TOKENS
 
@@ -57,13 +61,35 @@ def tune(
 ) -> None:
     """Find the best cache for a model within a budget, layer by layer, and write its config; resumable."""
     with importing():
-        from kvcache_compress.eval.tuning.command import run_tuning
+        from kvcache_compress.eval.runner.progress import ProgressLine
+        from kvcache_compress.eval.tuning.run import tune_config, verify_config
 
-    levels: dict[str, Any] = {"levels": level} if level else {}
+    started = time.perf_counter()
+    common: dict[str, Any] = {"prefix": prefix, "codebooks": codebooks, "statistics": statistics, "dtype": dtype}
+    common |= {"device": device, "on_progress": ProgressLine()}
     with errors_as_lines():
-        run_tuning(
-            console, model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
-            check_texts=check_text or [], base=base, also=also or [], sinks=sinks or [], recent=recent or [],
-            windows=windows, prefix=prefix, scored=scored, verify=verify, codebooks=codebooks, statistics=statistics,
-            dtype=dtype, device=device, **levels,
-        )  # fmt: skip
+        if verify is not None:
+            if bits is not None or memory is not None or output is not None:
+                raise ValueError("--verify certifies a preset as it is; drop --bits, --memory and --output")
+            result = verify_config(model, verify, check_text or text or [], **common)
+        else:
+            if output is None:
+                raise ValueError("--output is missing: the YAML file to write")
+            levels: dict[str, Any] = {"levels": level} if level else {}
+            result = tune_config(
+                model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
+                check_texts=check_text or [], base=base, also=also or [], sinks=sinks or [], recent=recent or [],
+                windows=windows, scored=scored, **levels, **common,
+            )  # fmt: skip
+    table = Table(title=escape(result.title), box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("cache", "bits", "KL", "99.9 %", "same top", "perplexity"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=heading != "cache")
+    for name, loss in result.losses.items():
+        spread = "" if loss.kl_stderr is None else f" ± {loss.kl_stderr:.4f}"
+        cells = f"{loss.packed_bits:.3f}", f"{loss.kl:.4f}{spread}", f"{loss.kl_999:.3f}", f"{loss.top1:.3f}"
+        table.add_row(escape(name), *cells, f"{loss.perplexity:.2f}")
+    console.print(table)
+    if result.expected is not None:
+        minutes = (time.perf_counter() - started) / 60
+        expected = "{:.4f}, and {:.4f} with equal bits everywhere".format(*result.expected)
+        console.print(escape(f"{output}: {minutes:.1f} minutes. The KL expected from the measurements was {expected}."))

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from support.files.saved_files import config, filled
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
+from kvcache_compress.eval.provenance.results import write_json
+from kvcache_compress.eval.reporting.drawing import save_figure
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.methods.commvq.calibration.calibrate import check_output
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcache_compress
 from kvcache_compress import CompressedCache, disable_fused_attention
 from kvcache_compress.cli import app
+from kvcache_compress.cli.evaluate.app import app as evaluations
 from kvcache_compress.config import load_config
-from kvcache_compress.eval.cli.app import app as evaluations
 from kvcache_compress.eval.runner.comparison import Comparison
 from kvcache_compress.methods.commvq.codebook_file import write_codebooks
 from kvcache_compress.methods.spectral.statistics_file import write_statistics

@@ -2,7 +2,7 @@
 
     kvcache-compress eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output DIR
 
-Published numbers rest on the benchmark's own prompts (`--prompts`); those used by default are worded here.
+Published figures need the benchmark's own prompts (`--prompts`); the default ones are worded differently.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.caches.prefill import CacheRun, positions_of
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample, register_benchmark
-from kvcache_compress.eval.tasks.samples import generate_text
+from kvcache_compress.eval.tasks.samples import generate_text, make_sample
 from kvcache_compress.validation import AnyPath, AnyTuple
 
 from .data import TASKS, V2, Row, Task, Version, load_rows
@@ -31,9 +30,9 @@ ChatTemplate = Literal["auto", "on", "off"]
 class LongBench(Benchmark):
     """LongBench, LongBench-E and LongBench v2: long documents with questions, summaries, examples and code.
 
-    By Bai et al., 2023 and 2024. `limit` counts rows of each task. For `tasks` see `data.resolve_tasks`, for
-    `data` `data.load_rows`; rows that are ready formatted need no `prompts`. `chat_template="auto"` takes the
-    tokenizer's template if it has one, but never for few-shot and code, as in the benchmark.
+    By Bai et al., 2023 and 2024. `limit` counts rows of each task. `data.resolve_tasks` explains `tasks`, and
+    `data.load_rows` explains `data`. `chat_template="auto"` uses the tokenizer's template if it has one, but never for
+    few-shot and code, as in the benchmark.
     """
 
     main_score: ClassVar[str] = "average"
@@ -57,37 +56,29 @@ class LongBench(Benchmark):
     )
     cached_question: bool = Field(
         default=False,
-        description="Feed what follows the context through the cache under test, instead of prefilling it with the "
-        "context as in the papers.",
+        description="Feed what follows the context through the cache under test. The papers prefill it.",
     )
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """The first `limit` rows of each task.
-
-        Raises:
-            ValueError: data, tasks or prompts that `load_rows` or `read_templates` refuse; no room for a prompt.
-            OSError: the hub cannot be reached.
-        """
+        """The first `limit` rows of each task."""
         rows = load_rows(self.data, self.version, self.tasks)
         rows = [row for row in rows if self.limit is None or row.number < self.limit]
-        unformatted = list(dict.fromkeys(row.task for row in rows if row.ready is None))
-        templates = read_templates(self.prompts, unformatted)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return [self._sample(row, templates, tokenizer, positions) for row in rows]
+        templates = read_templates(self.prompts, list(dict.fromkeys(row.task for row in rows)))
+        return [self._sample(row, templates, tokenizer, positions_of(model)) for row in rows]
 
     def _sample(
         self, row: Row, templates: dict[Task, Template], tokenizer: PreTrainedTokenizerBase, positions: int | None
     ) -> Sample:
-        new = self.max_new_tokens or row.max_new_tokens or row.task.max_new_tokens
+        new = self.max_new_tokens or row.task.max_new_tokens
         available = None if positions is None else positions - new
         limit = self.max_prompt_tokens or available
         if available is not None and limit is not None and not 1 <= limit <= available:
             raise ValueError(
-                f"max_prompt_tokens={limit} and {new} new tokens: allowed are {positions} in all, the model's positions"
+                f"max_prompt_tokens={limit} and {new} new tokens must fit into the model's {positions} positions"
             )
         has_template = bool(getattr(tokenizer, "chat_template", None))
         chat = self.chat_template == "on" or (self.chat_template == "auto" and has_template and row.task.chat)
-        before, after = row.ready or templates[row.task].fill(row.fields)
+        before, after = templates[row.task].fill(row.fields)
         encoded = encode_prompt(tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question)
         data = {
             "task": row.task.name,
@@ -97,18 +88,19 @@ class LongBench(Benchmark):
             "max_new_tokens": new,
             "cut": encoded.cut,
         }
-        prompt, question = (torch.tensor([ids], dtype=torch.long) for ids in (encoded.prompt, encoded.question))
-        return Sample(id=f"{row.task.name}/{row.number}", prompt=prompt, data=data, question=question)
+        name = f"{row.task.name}/{row.number}"
+        return make_sample(name, encoded.prompt, encoded.question, data, cached_question=self.cached_question)
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
-        """Greedy generation up to the model's end token, and the best score over all right answers.
+        """Generate greedily, and take the best score over all right answers.
 
         The record has `task`, `labels` (length band, or difficulty and length), `prediction`, `score` (0 to 1) and
         `cut` (tokens of the prompt that were left out).
         """
         data = sample.data
         task = V2 if data["task"] == V2.name else TASKS[data["task"]]
-        # samsum: as in the benchmark, since models would go on with another dialogue; the first token may not end it.
+        # As in the benchmark, a line's end stops samsum, where models would go on with another dialogue; but the first
+        # token may not be an end.
         dialogue = task.name == "samsum"
         newline = tokenizer("\n", add_special_tokens=False)["input_ids"][-1:] if dialogue else []
         prediction = generate_text(
@@ -127,8 +119,8 @@ class LongBench(Benchmark):
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Scores in per cent.
 
-        v1: `average` over tasks, the groups, `group_average` (see `scores.aggregate`), and `GROUP.TASK`. E:
-        also `average.BAND` over tasks, and `GROUP.TASK.BAND`. v2: `average` over questions, and over those of each
+        v1 has `average` over tasks, the groups and `group_average` (see `scores.aggregate`), and `GROUP.TASK`. E has
+        also `average.BAND` over tasks, and `GROUP.TASK.BAND`. v2 has `average` over questions, and a score for each
         difficulty and length.
         """
         labels = sorted({label for record in records for label in record["labels"]})

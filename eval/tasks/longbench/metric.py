@@ -1,8 +1,8 @@
-"""LongBench's metrics as a local module of Hugging Face's `evaluate`, loaded by its path without the hub:
+"""LongBench's metrics as a module of Hugging Face's `evaluate`, which loads it by its path:
 
     evaluate.load(metric.__file__, "qa_f1").compute(predictions=["..."], references=[["...", "..."]])
 
-`evaluate` copies this file elsewhere and finds imports by reading lines, so each import must be on one line.
+`evaluate` copies this file and finds its imports line by line, so each import must be on one line.
 """
 
 import statistics
@@ -12,27 +12,22 @@ import evaluate
 
 from kvcache_compress.eval.tasks.longbench.scores import METRICS, best_score
 
-DESCRIPTION = "Metrics of LongBench, 0 to 1: the mean over samples of the best score over a sample's right answers."
+DESCRIPTION = "LongBench's metrics, 0 to 1: the best score over a sample's right answers, averaged over samples."
 CITATION = "Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, arXiv:2308.14508"
 
 
 class LongBenchMetric(evaluate.Metric):
-    """One of `scores.METRICS`, named by the configuration."""
+    """The metric of `scores.METRICS` that the configuration names."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Describe the metric.
-
-        Raises:
-            ValueError: the configuration is not a metric.
-        """
         if self.config_name not in METRICS:
-            raise ValueError(f"metric={self.config_name!r}: allowed {', '.join(METRICS)}")
+            raise ValueError(f"metric={self.config_name!r}: must be one of {', '.join(METRICS)}")
         texts = datasets.Value("string")
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation=CITATION,
-            inputs_description="predictions: texts; references: for each a list of right answers; classes: of "
-            "classification, all class names",
+            inputs_description="predictions: texts; references: a list of right answers for each; classes: names of "
+            "all classes, for classification",
             features=datasets.Features({"predictions": texts, "references": datasets.Sequence(texts)}),
         )
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,7 @@ _CONTENT = "THE PROMPT ITSELF"
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt up to the end of its context and the rest, with `{name}` for a row's fields."""
+    """A prompt, split after its context, with placeholders `{name}` for a row's fields."""
 
     before: str
     after: str
@@ -31,28 +32,28 @@ class Template:
         """Split a template after its context.
 
         Args:
-            text: with placeholders `{context}`, or `$DOC$` as in the prompts published for v2.
-            allowed: names of the fields there are.
-            where: of the template, for messages.
+            text: the template, with placeholders such as `{context}`, or `$DOC$` as in the prompts published for v2.
+            allowed: names of the fields.
+            where: the template's name in messages.
 
         Raises:
-            ValueError: a placeholder for no field, or not exactly one for the context.
+            ValueError: A placeholder names no field, or the context has not exactly one.
         """
 
         def rename(match: re.Match[str]) -> str:
             name = match[1] or _PUBLISHED_V2.get(match[2], match[2])
             if name not in allowed:
                 known = ", ".join(f"{{{name}}}" for name in allowed)
-                raise ValueError(f"{where}: placeholder {match[0]}: allowed {known}")
+                raise ValueError(f"{where}: placeholder {match[0]} must be one of {known}")
             return f"{{{name}}}"
 
         parts = _PLACEHOLDER.sub(rename, text).split("{context}")
         if len(parts) != 2:
-            raise ValueError(f"{where}: {len(parts) - 1} placeholders {{context}}: allowed exactly one")
+            raise ValueError(f"{where}: needs exactly one placeholder {{context}}, but has {len(parts) - 1}")
         return cls(parts[0] + "{context}", parts[1])
 
     def fill(self, fields: Mapping[str, str]) -> tuple[str, str]:
-        """Fill both parts with a row's fields; braces in the fields stay as they are."""
+        """Fill both parts with a row's fields. Braces in the fields stay as they are."""
         before, after = (_PLACEHOLDER.sub(lambda match: fields[match[1]], part) for part in (self.before, self.after))
         return before, after
 
@@ -61,12 +62,12 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
     """Read the templates of tasks.
 
     Args:
-        path: YAML or JSON with a template by the name of each task, as the benchmark's `dataset2prompt.json`, or for v2
-            a text file with its one template; the package's `prompts.yaml` when None.
-        tasks: which to read.
+        path: YAML or JSON file with a template by task, such as the benchmark's `dataset2prompt.json`, or for v2 a text
+            file with its one template. By default the package's `prompts.yaml`.
+        tasks: tasks whose templates are read.
 
     Raises:
-        ValueError: no such file, not of this form, or without one of the tasks.
+        ValueError: The file is missing, has another form, or lacks one of the tasks.
     """
     path = path or OWN_PROMPTS
     name = f"prompts={str(path)!r}"
@@ -76,7 +77,7 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
     else:
         texts = read_yaml(path, name)
     if not isinstance(texts, dict) or not all(isinstance(template, str) for template in texts.values()):
-        raise ValueError(f"{name}: allowed is a template, that is a text, by the name of each task")
+        raise ValueError(f"{name}: must be a mapping of task names to templates, which are texts")
     if missing := [task.name for task in tasks if task.name not in texts]:
         raise ValueError(f"{name}: no template for {', '.join(missing)}")
     templates = {}
@@ -86,15 +87,8 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
     return templates
 
 
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """Token ids of a prompt.
-
-    Attributes:
-        prompt: to prefill.
-        question: to feed through the cache under test; empty unless split off.
-        cut: number of tokens left out in the middle.
-    """
+class EncodedPrompt(NamedTuple):
+    """Token ids of a prompt and, if it is split off, of the question; and the number of tokens cut from the middle."""
 
     prompt: list[int]
     question: list[int]
@@ -104,18 +98,18 @@ class EncodedPrompt:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, chat: bool, limit: int | None, split: bool
 ) -> EncodedPrompt:
-    """Tokenize a prompt, truncated in the middle as the benchmark does: the first and the last half are kept.
+    """Tokenize a prompt. One that is too long loses its middle, as in the benchmark.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         before: text up to the end of the context.
-        after: the rest of it.
-        chat: put it into the tokenizer's chat template, as the user's message; else only behind the start token.
-        limit: tokens in all; any number when None.
+        after: the rest of the text.
+        chat: put the text into the tokenizer's chat template, as the user's message.
+        limit: most tokens of the whole prompt; None for any number.
         split: split off the text after the context as the question.
 
     Raises:
-        ValueError: no room for two tokens beside the chat template's, or no chat template.
+        ValueError: The limit leaves no room for two tokens beside the chat template's, or there is no chat template.
     """
     opening, closing = _chat_frame(tokenizer) if chat else (tokenizer("")["input_ids"], [])
     texts = (before, after) if split else (before + after, "")
@@ -124,21 +118,20 @@ def encode_prompt(
     length = len(body)
     if limit is not None and length > (available := limit - len(opening) - len(closing)):
         if available < 2:
-            raise ValueError(f"max_prompt_tokens={limit}: allowed at least {limit - available + 2} with this tokenizer")
+            raise ValueError(f"max_prompt_tokens={limit}: must be at least {limit - available + 2} for this tokenizer")
         half = available // 2
         body = [*body[:half], *body[-half:]]
         tail = tail[-half:]
-    asked = len(tail)
-    cut = length - len(body)
+    cut, context = length - len(body), len(body) - len(tail)
     if not split:
         return EncodedPrompt([*opening, *body, *closing], [], cut)
-    return EncodedPrompt([*opening, *body[: len(body) - asked]], [*body[len(body) - asked :], *closing], cut)
+    return EncodedPrompt([*opening, *body[:context]], [*body[context:], *closing], cut)
 
 
 def _chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Token ids that a chat template puts before and after a message, with thinking switched off."""
+    """Token ids that the chat template puts before and after a message, with thinking switched off."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("chat_template='on': this tokenizer has none; allowed auto, off")
+        raise ValueError("chat_template='on': this tokenizer has no chat template; use auto or off")
     framed = tokenizer.apply_chat_template(
         [{"role": "user", "content": _CONTENT}], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )

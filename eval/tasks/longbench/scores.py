@@ -1,7 +1,7 @@
-"""LongBench's metrics and the averages of its tables: pure functions.
+"""LongBench's metrics, and the averages of its tables.
 
-A metric takes a prediction and one right answer and gives 0 to 1, as LongBench's own `metrics.py` and `eval.py` do (Bai
-et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` takes the best over all right answers.
+A metric takes a prediction and one right answer and returns 0 to 1, as LongBench's own `metrics.py` and `eval.py` do
+(Bai et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` takes the best over all right answers.
 """
 
 from __future__ import annotations
@@ -20,34 +20,22 @@ from .data import GROUPS, TASKS
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CHINESE_PUNCTUATION = (
-    (0x2013, 0x2014),
-    (0x2018, 0x2019),
-    (0x201B, 0x201F),
-    (0x2026, 0x2027),
-    (0x3001, 0x3003),
-    (0x300B, 0x3011),
-    (0x3014, 0x301F),
-    (0x3030, 0x3030),
-    (0x303E, 0x303F),
-    (0xFE4F, 0xFE4F),
-    (0xFF01, 0xFF0D),
-    (0xFF0F, 0xFF0F),
-    (0xFF1A, 0xFF20),
-    (0xFF3B, 0xFF40),
-    (0xFF5B, 0xFF64),
-)
-"""The benchmark's punctuation beyond ASCII, first and last of each range; 《 and · are not part of it."""
+    (0x2013, 0x2014), (0x2018, 0x2019), (0x201B, 0x201F), (0x2026, 0x2027), (0x3001, 0x3003), (0x300B, 0x3011),
+    (0x3014, 0x301F), (0x3030, 0x3030), (0x303E, 0x303F), (0xFE4F, 0xFE4F), (0xFF01, 0xFF0D), (0xFF0F, 0xFF0F),
+    (0xFF1A, 0xFF20), (0xFF3B, 0xFF40), (0xFF5B, 0xFF64),
+)  # fmt: skip
+"""The benchmark's punctuation beyond ASCII, as ranges; 《 and · are not part of it."""
 _NO_ASCII = str.maketrans("", "", string.punctuation)
 _NO_PUNCTUATION = _NO_ASCII | {code: None for first, last in _CHINESE_PUNCTUATION for code in range(first, last + 1)}
 
 
 def qa_f1(prediction: str, answer: str) -> float:
-    """F1 of words in lower case, without punctuation and articles (SQuAD's)."""
+    """F1 of lower-case words without punctuation and articles, as in SQuAD."""
     return _f1(*(_ARTICLES.sub(" ", text.lower().translate(_NO_ASCII)).split() for text in (prediction, answer)))
 
 
 def qa_f1_zh(prediction: str, answer: str) -> float:
-    """F1 of jieba's words, without punctuation and white space."""
+    """F1 of the words that jieba finds, without punctuation and white space."""
     words = []
     for text in (prediction, answer):
         cut = ("".join(word.lower().translate(_NO_PUNCTUATION).split()) for word in _jieba().cut(text))
@@ -58,9 +46,9 @@ def qa_f1_zh(prediction: str, answer: str) -> float:
 def rouge_l(prediction: str, answer: str) -> float:
     """ROUGE-L as the package `rouge` 1.0.1 computes it, which the benchmark uses.
 
-    Both texts are cut into sentences at each full stop, and into words at white space. With u the set of all words in a
-    longest common subsequence of a sentence of one and a sentence of the other, and m, n the numbers of *distinct*
-    words: F1 of precision |u| / n and recall |u| / m. Neither case nor punctuation is touched.
+    Both texts are cut into sentences at each full stop, and into words at white space. Let u be the set of all words in
+    a longest common subsequence of a sentence of one text and a sentence of the other, and m and n the numbers of
+    *distinct* words. The result is the F1 of precision |u| / n and recall |u| / m. Case and punctuation count.
     """
     lcs_ind = require("rouge_score.rouge_scorer", "LongBench's scores", "rouge-score").lcs_ind
     predicted, wanted = ([part.split() or [""] for part in text.split(".") if part] for text in (prediction, answer))
@@ -73,14 +61,14 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def rouge_l_zh(prediction: str, answer: str) -> float:
-    """`rouge_l` of jieba's words."""
+    """`rouge_l` of the words that jieba finds."""
     return rouge_l(*(" ".join(_jieba().cut(text)) for text in (prediction, answer)))
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / the number of classes named in the prediction if the right one is among them, else 0.
+    """1 / (number of classes named in the prediction) if the right one is among them, else 0.
 
-    Classes whose names are part of the right one's name do not count as named.
+    A class whose name is part of the right one's name does not count as named.
     """
     named = [name for name in classes if name in prediction and (name == answer or name not in answer)]
     return 1 / len(named) if answer in named else 0.0
@@ -93,27 +81,19 @@ def count(prediction: str, answer: str) -> float:
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """`count` of the number in an answer such as `Paragraph 7`.
-
-    Raises:
-        ValueError: no number in the answer.
-    """
+    """`count` of the number in an answer such as `Paragraph 7`."""
     return count(prediction, _number(answer, "Paragraph "))
 
 
 def retrieval_zh(prediction: str, answer: str) -> float:
-    """`count` of the number in an answer such as `段落7`.
-
-    Raises:
-        ValueError: no number in the answer.
-    """
+    """`count` of the number in an answer such as `段落7`."""
     return count(prediction, _number(answer, "段落"))
 
 
 def code_similarity(prediction: str, answer: str) -> float:
-    """Similarity of the first line of code: 1 - (insertions + deletions) / both lengths, in whole per cent.
+    """Similarity of the first line of code: 1 - (insertions + deletions) / both lengths, rounded to whole per cent.
 
-    Lines with a backtick, `#` or `//` are fences or comments and are passed over.
+    Lines with a backtick, `#` or `//` are fences or comments, and are skipped.
     """
     fuzz = require("rapidfuzz.fuzz", "LongBench's scores", "rapidfuzz")
     lines = prediction.lstrip("\n").split("\n")
@@ -122,7 +102,7 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 
 def multiple_choice(prediction: str, answer: str) -> float:
-    """1 if the prediction says `The correct answer is (X)`, or the same without brackets, of the right letter."""
+    """1 if the prediction says `The correct answer is (X)` with the right letter, with or without brackets."""
     said = prediction.replace("*", "")
     match = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
     return float(match is not None and match.group(1) == answer)
@@ -131,18 +111,10 @@ def multiple_choice(prediction: str, answer: str) -> float:
 METRICS: dict[str, Callable[..., float]] = {
     metric.__name__: metric
     for metric in (
-        qa_f1,
-        qa_f1_zh,
-        rouge_l,
-        rouge_l_zh,
-        classification,
-        count,
-        retrieval,
-        retrieval_zh,
-        code_similarity,
+        qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, retrieval_zh, code_similarity,
         multiple_choice,
     )
-}
+}  # fmt: skip
 
 
 def best_score(metric: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
@@ -150,44 +122,34 @@ def best_score(metric: str, prediction: str, answers: Sequence[str], classes: Se
 
     Args:
         metric: a key of `METRICS`.
-        prediction: of the model.
-        answers: at least one.
-        classes: all classes, for `classification`.
+        prediction: the model's text.
+        answers: right answers, at least one.
+        classes: names of all classes, for `classification`.
 
     Raises:
-        ValueError: no such metric, no answers, or an answer that the metric cannot read.
-        ImportError: the metric's package is not installed.
+        ValueError: There is no such metric or no answer, or the metric cannot read an answer.
+        ImportError: The metric's package is not installed.
     """
     if metric not in METRICS:
-        raise ValueError(f"metric={metric!r}: allowed {', '.join(METRICS)}")
+        raise ValueError(f"metric={metric!r}: must be one of {', '.join(METRICS)}")
     if not answers:
-        raise ValueError("answers=[]: allowed at least one")
+        raise ValueError("answers=[]: needs at least one answer")
     extra = (classes,) if metric == "classification" else ()
     return max(METRICS[metric](prediction, answer, *extra) for answer in answers)
 
 
 def first_line(prediction: str) -> str:
-    """First non-empty line, for tasks in which models go on with further examples."""
+    """The first non-empty line, for tasks in which models go on with more examples."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def aggregate(scores: Mapping[str, float]) -> dict[str, float]:
-    """Averages as the papers print them.
-
-    Papers disagree about the last column. `average` is the mean over tasks (PolarQuant RoPE, CommVQ, TurboQuant);
-    `group_average` the mean over the groups (LongBench's leaderboard, recursive PolarQuant).
-
-    Args:
-        scores: by task, in whatever unit.
+    """Averages of scores by task, as the papers print them.
 
     Returns:
-        `average`, the mean of each of the six groups that has a task, `group_average`.
-
-    Raises:
-        ValueError: no scores, or one of an unknown task.
+        `average`, the mean over tasks (TurboQuant, CommVQ, PolarQuant with RoPE pairs); the mean of each group that has
+        a task; and `group_average`, the mean over groups (LongBench's leaderboard, recursive PolarQuant).
     """
-    if not scores or (unknown := scores.keys() - TASKS.keys()):
-        raise ValueError(f"tasks {sorted(unknown) if scores else []}: allowed some of {', '.join(TASKS)}")
     members = {group: [score for name, score in scores.items() if TASKS[name].group == group] for group in GROUPS}
     groups = {group: statistics.fmean(values) for group, values in members.items() if values}
     overall = statistics.fmean(scores.values())
@@ -202,7 +164,7 @@ def _f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
 def _number(answer: str, prefix: str) -> str:
     match = re.search(rf"{prefix}(\d+)", answer)
     if match is None:
-        raise ValueError(f"answer={answer!r}: allowed is {prefix}N")
+        raise ValueError(f"answer={answer!r}: must contain {prefix}N")
     return match.group(1)
 
 

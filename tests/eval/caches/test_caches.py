@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import METHODS, method_config, small_model
+from support.models.small_model import method_config, small_model
 
 from kvcache_compress.eval.caches.caches import CacheSpec, Measured, full_cache, preset_cache
-from kvcache_compress.eval.caches.peers import fp8_cache, hqq_cache
+from kvcache_compress.eval.caches.peers import fp8_cache, grouped_cache
 
 IDS = torch.arange(150)[None] * 7 % 64
 FOUR_BITS: dict[str, Any] = {"method": "turboquant", "bits": 4}
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{name: method_config(name) for name in METHODS},
+    **{name: method_config(name) for name in ("turboquant", "kivi", "commvq")},
     "one-side": {"keys": FOUR_BITS, "values": "none", **WINDOWS},
     "one-layer": {"keys": FOUR_BITS, "values": FOUR_BITS, **WINDOWS, "layers": [{"match": 0, "method": "none"}]},
     "full-in-ours": {"keys": "none", "values": "none"},
@@ -45,7 +45,7 @@ def measured(spec: CacheSpec, dtype: torch.dtype) -> Measured:
 )
 def test_bits_are_those_beside_a_16_bit_model(spec: Any) -> None:
     """Spare capacity of dense windows counts like their tokens, for every cache."""
-    spec = hqq_cache(4) if spec == "hqq" else spec
+    spec = grouped_cache("hqq", 4) if spec == "hqq" else spec
     wide, narrow, half = (measured(spec, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
     assert wide == narrow == half
     assert wide.packed_tokens > 0 or spec.name in ("full", "full-in-ours")

@@ -8,8 +8,8 @@ from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress.eval.caches import peers
-from kvcache_compress.eval.caches.caches import CacheSpec, Measured, full_cache
-from kvcache_compress.eval.caches.peers import PEERS, fp8_cache, hqq_cache, quanto_cache, stored_bytes
+from kvcache_compress.eval.caches.caches import CacheSpec, Measured
+from kvcache_compress.eval.caches.peers import PEERS, fp8_cache, grouped_cache, stored_bytes
 from kvcache_compress.eval.caches.resolve import resolve_cache
 
 TOKENS = 96
@@ -43,10 +43,6 @@ def measure(model: LlamaForCausalLM, spec: CacheSpec, *, more: int = 0) -> Measu
     return spec.measure(cache)
 
 
-def test_full_counts_as_16_bit(model: LlamaForCausalLM) -> None:
-    assert measure(model, full_cache()) == Measured(0, 16.0, 16.0, 2 * NUMBERS)
-
-
 def test_fp8_is_8_bits_and_a_scale_per_side(model: LlamaForCausalLM) -> None:
     measured = measure(model, fp8_cache())
     assert measured.packed_tokens == TOKENS
@@ -55,16 +51,16 @@ def test_fp8_is_8_bits_and_a_scale_per_side(model: LlamaForCausalLM) -> None:
 
 
 @needs_hqq
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (2, 64), (4, 32)])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 64), (4, 32)])
 def test_hqq_is_its_codes_and_two_16_bit_numbers_per_group(model: LlamaForCausalLM, bits: int, group_size: int) -> None:
-    measured = measure(model, hqq_cache(bits, group_size=group_size))
+    measured = measure(model, grouped_cache("hqq", bits, group_size=group_size))
     expected = bits + 32 / group_size
     assert measured == Measured(TOKENS, expected, expected, int(NUMBERS * expected / 8))
 
 
 @needs_hqq
 def test_dense_residual_counts_in_all_bits_alone(model: LlamaForCausalLM) -> None:
-    measured = measure(model, hqq_cache(4), more=TOKENS // 3)
+    measured = measure(model, grouped_cache("hqq", 4), more=TOKENS // 3)
     assert (measured.packed_tokens, measured.packed_bits) == (TOKENS, 4.5)
     assert measured.all_bits == pytest.approx((3 * 4.5 + 16) / 4)
     assert measured.total_bytes == NUMBERS * 4.5 / 8 + 2 * NUMBERS / 3
@@ -80,10 +76,8 @@ def test_residual_is_packed_when_full(model: LlamaForCausalLM) -> None:
 
 @pytest.mark.slow  # quanto compiles an extension on its first use
 @pytest.mark.skipif(importlib.util.find_spec("optimum") is None, reason="optimum-quanto is not installed")
-@pytest.mark.parametrize("bits", [4, 2])
-def test_quanto_is_its_codes_and_two_16_bit_numbers_per_group(model: LlamaForCausalLM, bits: int) -> None:
-    measured = measure(model, quanto_cache(bits))
-    assert measured == Measured(TOKENS, bits + 0.5, bits + 0.5, int(NUMBERS * (bits + 0.5) / 8))
+def test_quanto_is_its_codes_and_two_16_bit_numbers_per_group(model: LlamaForCausalLM) -> None:
+    assert measure(model, grouped_cache("quanto", 4)) == Measured(TOKENS, 4.5, 4.5, int(NUMBERS * 4.5 / 8))
 
 
 def test_a_storage_counts_once() -> None:
@@ -92,8 +86,7 @@ def test_a_storage_counts_once() -> None:
     assert stored_bytes((codes, {"again": codes.view(2, 5), "scales": [scale, scale[1:]], "group": 64})) == 10 + 6
 
 
-@pytest.mark.parametrize("name", ["hqq-4", "quanto-2"])
-def test_missing_package_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ImportError, match=r'pip install "kvcache-compress\[peers\]"'):
-        PEERS[name]()
+        PEERS["hqq-4"]()

@@ -1,8 +1,6 @@
 """Commands that are generated from the options of benchmarks."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,11 @@ import pytest
 from support.models.saved_model import saved_model
 from typer.testing import CliRunner
 
-from kvcache_compress.eval.cli.app import app
+from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.runner.table import read_cells
 from kvcache_compress.eval.tasks import BENCHMARKS
 from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark, register_benchmark
 from kvcache_compress.eval.tasks.needle import Needle
-
-STUDIES = ["probe", "distortion", "neighbors", "compare", "report"]
 
 
 def help_lines(name: str) -> dict[str, str]:
@@ -61,19 +57,12 @@ def test_values_reach_the_benchmark_and_its_run(tmp_path: Path) -> None:
         assert (cell.seed, cell.samples) == (3, 2)
 
 
-def test_all_evaluations_are_listed() -> None:
-    listed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
-    assert all(f" {name} " in listed for name in [*(benchmark.kind for benchmark in BENCHMARKS), *STUDIES])
-
-
 def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
     for words, named in (
         (["needle", "--length", "0"], "lengths.0=0"),
         (["perplexity", "--cache", "fp8@sinks=1"], "cache='fp8@sinks=1'"),
         (["perplexity", "--cache", "fp8", "--output", str(tmp_path)], f"output='{tmp_path}'"),
         (["needle", "--length", "300", "--haystack", "nowhere", "--cache", "fp8"], "haystack='nowhere'"),
-        (["ruler", "--data", "gone.jsonl", "--cache", "fp8"], "data='gone.jsonl'"),
-        (["gsm8k", "--data", "gone.jsonl", "--cache", "fp8"], "data='gone.jsonl'"),
         (["longbench", "--data", "gone.jsonl", "--cache", "fp8"], "data='gone.jsonl'"),
     ):
         ran = CliRunner().invoke(app, [*words, "--model", saved_model()])
@@ -83,28 +72,17 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
     assert (ran.exit_code, "--digits" in ran.stderr) == (2, True)
 
 
-def test_the_package_runs_as_a_module() -> None:
-    words = [sys.executable, "-m", "kvcache_compress.eval", "perplexity", "--help"]
-    ran = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "python -m kvcache_compress.eval perplexity" in ran.stdout
-    assert "--cache" in ran.stdout
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
         ("chess", {}, "benchmark='chess'"),
         ("perplexity", {"widows": 1}, "'widows'"),
         ("perplexity", {"scored": 16, "step": 17}, "step=17"),
-        ("gsm8k", {"shots": -1}, "shots=-1"),
         ("ruler", {}, "data: field required"),
         ("ruler", {"data": "x.jsonl", "task": "sums"}, "task='sums'"),
-        ("longbench", {"version": "v3"}, "version='v3'"),
-        ("needle", {"needle": "N {answer}."}, "needle given"),
-        ("needle", {"mode": "passkey", "answer": "1"}, "answer given"),
+        ("needle", {"needle": "N {answer}."}, r"needs needle, question, answer together \(got needle\)"),
         ("needle", {"mode": "passkey", "needle": "N.", "question": "Q?"}, r"needle='N\.'"),
         ("needle", {"depths": [1.5]}, r"depths\.0=1\.5"),
-        ("needle", {"lengths": []}, r"lengths=\[\]"),
     ],
 )
 def test_bad_options(kind: str, options: dict[str, Any], named: str) -> None:

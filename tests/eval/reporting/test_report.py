@@ -11,7 +11,7 @@ import pytest
 from support.comparison_cells import HOSTILE, cell, comparison
 from typer.testing import CliRunner
 
-from kvcache_compress.eval.cli.app import app
+from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.reporting.plots import needle_grids, plot_needles, plot_pareto
 from kvcache_compress.eval.reporting.report import to_csv, to_html, to_markdown, write_report
 from kvcache_compress.eval.reporting.tables import MAX_KL, Table, standard_error, tables
@@ -59,8 +59,8 @@ def test_notes_name_failures_and_cells_that_do_not_compare(table: Table) -> None
     assert any("tried <b>8 GiB</b>" in note and "hqq-4" in note for note in table.notes())
     other = cell("new", "perplexity", 0.1, seed=3, samples=9)
     changed = " ".join(tables([*comparison(), other])[0].notes())
-    assert "wiki: the cells have different seeds and numbers of samples" in changed
-    assert "different" not in " ".join(table.notes())
+    assert "wiki: cells differ in seeds and numbers of samples" in changed
+    assert "cells differ" not in " ".join(table.notes())
 
 
 def records(values: dict[str, float], name: str = "score", **more: Any) -> list[dict[str, Any]]:

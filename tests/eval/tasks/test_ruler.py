@@ -1,7 +1,6 @@
 """RULER's files: tasks and generation lengths by file name, questions split off, answers scored by hand."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from support.models.small_model import method_config, small_model
 from support.models.toy_tokenizers import Characters, GivenRun
-from support.paths import DATA
 from transformers import LlamaForCausalLM
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
@@ -17,7 +15,6 @@ from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
 
-PUBLISHED = DATA / "ruler" / "niah_multikey_3-4096.jsonl"
 ROW = {"index": 0, "input": "Ann is 7.\nBob is 8.\nHow old is Bob? Bob is", "outputs": ["8"], "length": 16}
 
 
@@ -62,24 +59,13 @@ def test_answer_prefix_follows_the_input(model: LlamaForCausalLM, tmp_path: Path
         ("a\nQuestion: b\nc", "Question: b\nc"),
         ("What is a\nb\nWhat are c? d\ne", "What are c? d\ne"),
         ("a\nb\n", "b\n"),
-        ("a", "a"),
     ],
 )
 def test_question_of_an_input(text: str, question: str) -> None:
     assert split_question(text) == (text.removesuffix(question), question)
 
 
-@pytest.mark.parametrize(
-    ("name", "new_tokens"),
-    [
-        ("niah_multivalue.jsonl", 128),
-        ("niah_multikey_3-4096.jsonl", 128),
-        ("vt.jsonl", 30),
-        ("cwe/validation.jsonl", 120),
-        ("fwe-8k.jsonl", 50),
-        ("qa_2/validation.jsonl", 32),
-    ],
-)
+@pytest.mark.parametrize(("name", "new_tokens"), [("niah_multikey_3-4096.jsonl", 128), ("cwe/validation.jsonl", 120)])
 def test_generation_length_of_each_task(model: LlamaForCausalLM, tmp_path: Path, name: str, new_tokens: int) -> None:
     path = write(tmp_path / name, ROW)
     (sample,) = Ruler(data=path).samples(model, Characters())
@@ -132,14 +118,6 @@ def test_questions_take_any_reference(kind: str, score: float) -> None:
     assert record == {"task": "t", "length": 9, "score": score, "text": "only x1"}
 
 
-def test_forced_reference_by_hand() -> None:
-    data = {"task": "t", "kind": "niah", "length": 9, "references": ["x"], "answer_ids": [0, 1]}
-    sample = Sample("1", torch.zeros(1, 4, dtype=torch.long), data)
-    logits = torch.tensor([[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]]).log()
-    record = Ruler(data=Path("t"), scoring="forced").score(GivenRun(logits=logits), sample, Characters())
-    assert record == {"task": "t", "length": 9, "score": 1, "logprob": pytest.approx(math.log(0.6 * 0.8) / 2)}
-
-
 def test_summary_is_a_mean_over_tasks() -> None:
     records = [{"task": task, "score": score} for task, score in (("vt", 1.0), ("vt", 0.5), ("qa_1", 0.0))]
     expected = {"accuracy": 0.375, "accuracy.qa_1": 0.0, "accuracy.vt": 0.75}
@@ -157,9 +135,7 @@ def test_summary_is_a_mean_over_tasks() -> None:
 @pytest.mark.parametrize(
     ("row", "scoring", "message"),
     [
-        ({"index": 0, "prompt": "x"}, "generate", "line 1: no column input"),
         ({**ROW, "outputs": []}, "generate", r"row 1: outputs=\[\]"),
-        ({**ROW, "outputs": "8"}, "generate", "row 1: outputs='8'"),
         ({**ROW, "outputs": ["7", "8"]}, "forced", "row 1: outputs="),
         ({**ROW, "input": "word " * 820}, "generate", "row 1: 4229 tokens"),
     ],
@@ -180,18 +156,3 @@ def test_caches_are_measured(model: LlamaForCausalLM, tmp_path: Path) -> None:
         )
         assert full.error is packed.error is None
         assert packed.packed_tokens["least"] > 100
-
-
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="RULER's file is not here")
-def test_published_file() -> None:
-    model = small_model(vocab_size=128, max_position_embeddings=16384)
-    samples = Ruler(data=PUBLISHED, scoring="forced").samples(model, Characters())
-    assert len(samples) == 60
-    for sample in samples:
-        context, question = texts(sample)
-        (reference,) = sample.data["references"]
-        key = question.split(" mentioned")[0].split()[-1]
-        assert question.startswith("What is")
-        assert question.count(key) == 2
-        assert context.count(f"{key} is: {reference}.\n") == 1
-        assert sample.data["max_new_tokens"] == 128

@@ -21,7 +21,6 @@ from kvcache_compress.eval.tasks.samples import (
     load_hub_rows,
     read_jsonl,
     split_ids,
-    with_space,
 )
 
 
@@ -36,7 +35,6 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"a": 1}\n{"a": 1\n', "line 2: not JSON"),
         ("[1]\n", "line 1: list instead of a JSON object"),
         ('{"a": 1}\n\n{"c": 1, "d": 2}\n', "line 3: no column a; it has c, d"),
         ("\n\n", "rows.jsonl: no rows"),
@@ -47,11 +45,6 @@ def test_bad_files(tmp_path: Path, content: str, message: str) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_jsonl(path, ["a"])
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data='.*gone\.jsonl': no such file"):
-        read_jsonl(tmp_path / "gone.jsonl", [])
 
 
 def test_rows_of_the_hub(hub: FakeHub) -> None:
@@ -90,24 +83,18 @@ def test_chat_is_split_before_the_question() -> None:
     before, after = as_chat(Characters(), "What? It rained. ", "What? ", "It")
     assert before == "<user>What? It rained. "
     assert after == "What? <assistant>It"
-    with pytest.raises(ValueError, match="chat_template=True: allowed only with a tokenizer that has"):
+    with pytest.raises(ValueError, match="chat_template=True: this tokenizer has no chat template"):
         as_chat(Characters(chat=False), "", "", "")
 
 
-@pytest.mark.parametrize("thinks", [True, False])
-def test_chat_switches_thinking_off_where_the_template_has_it(thinks: bool) -> None:
-    """Qwen3's template has a switch; a template without one ignores it."""
+def test_chat_switches_thinking_off() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
     message = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
     ending = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
-    tokenizer.chat_template = message + ending * thinks
+    tokenizer.chat_template = message + ending
     before, after = as_chat(tokenizer, "It rained. ", "What?", "It")
     assert before == "<user>It rained. "
-    assert after == "What?<assistant>" + "<think></think>" * thinks + "It"
-
-
-def test_answers_follow_after_a_space() -> None:
-    assert [with_space(before, "x") for before in ("is", "is\n", "")] == [" x", "x", "x"]
+    assert after == "What?<assistant>" + "<think></think>It"
 
 
 def test_forced_answer_by_hand() -> None:
@@ -136,5 +123,5 @@ def test_too_long_for_the_model() -> None:
     config = SimpleNamespace(max_position_embeddings=8)
     model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     check_fits(model, 8, "row 1")
-    with pytest.raises(ValueError, match="row 1: 9 tokens with the answer; allowed at most 8"):
+    with pytest.raises(ValueError, match="row 1: 9 tokens with the answer, but the model has only 8"):
         check_fits(model, 9, "row 1")

@@ -31,6 +31,16 @@ class Characters:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
 
+class Letters:
+    """Tokenizer with one of 64 tokens per character, and the start tokens `bos`."""
+
+    def __init__(self, bos: list[int] | None = None) -> None:
+        self.bos = bos or []
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [*(self.bos if add_special_tokens else []), *(ord(character) % 64 for character in text)]}
+
+
 class Words(Characters):
     """Tokenizer with one token per word, including the white space before it."""
 

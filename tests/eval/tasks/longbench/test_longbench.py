@@ -35,15 +35,20 @@ class Letters:
         return "".join(self.letters[index] for index in ids.tolist())
 
 
-def ready(task: str, context: str = "aabbcc" * 20, **changes: Any) -> dict[str, Any]:
-    row = {"context": context, "question": "ab", "answer_prefix": "ba", "answers": ["aXb", "c"], "task": task}
-    return row | {"max_new_tokens": 12, "length": 100, "all_classes": ["a", "c"]} | changes
+CONTEXT = "aabbcc" * 20
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12}
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def write(folder: Path, tasks: dict[str, list[str]]) -> dict[str, Any]:
+    """Files with the contexts of tasks, and prompts that add `ab` and `ba`; as options of the benchmark."""
+    for task, contexts in tasks.items():
+        rows = ({"context": text, "input": "ab", "answers": ["aXb", "c"], "length": 100} for text in contexts)
+        lines = "".join(json.dumps(row | {"all_classes": ["a", "c"]}) + "\n" for row in rows)
+        for name in (task, f"{task}_e"):
+            (folder / f"{name}.jsonl").write_text(lines)
+    prompts = folder / "dataset2prompt.json"
+    prompts.write_text(json.dumps(dict.fromkeys(tasks, "{context}{input}ba")))
+    return {"data": str(folder), "prompts": prompts, "tasks": tuple(tasks), **OPTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -52,56 +57,44 @@ def model() -> LlamaForCausalLM:
 
 
 def test_samples_take_the_limit_of_each_task(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    data = write(tmp_path, *[ready(task) for task in ("trec", "qasper", "trec", "trec", "qasper")])
-    samples = LongBench(data=data, limit=2).samples(model, Letters())
+    given = write(tmp_path, {"trec": [CONTEXT] * 3, "qasper": [CONTEXT] * 2})
+    samples = LongBench(**given, limit=2).samples(model, Letters())
     assert [sample.id for sample in samples] == ["qasper/0", "qasper/1", "trec/0", "trec/1"]
     assert samples[0].prompt.shape == (1, 124)
     assert samples[0].question.shape == (1, 0)
     assert samples[0].data == {
-        "task": "qasper",
-        "answers": ["aXb", "c"],
-        "classes": ["a", "c"],
-        "labels": [],
-        "max_new_tokens": 12,
-        "cut": 0,
-    }
-    (asked,) = LongBench(data=data, limit=1, tasks=("trec",), cached_question=True).samples(model, Letters())
+        "task": "qasper", "answers": ["aXb", "c"], "classes": ["a", "c"], "labels": [], "max_new_tokens": 12, "cut": 0,
+    }  # fmt: skip
+    asked = LongBench(**given, limit=1, cached_question=True).samples(model, Letters())[1]
     assert asked.question.tolist() == [Letters()("abba")["input_ids"]]
     assert torch.equal(torch.cat([asked.prompt, asked.question], dim=1), samples[0].prompt)
 
 
 def test_prompts_fit_the_model(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    data = write(tmp_path, ready("qasper", context="ab" * 3000))
-    (sample,) = LongBench(data=data).samples(model, Letters())
+    given = write(tmp_path, {"qasper": ["ab" * 3000]})
+    (sample,) = LongBench(**given).samples(model, Letters())
     assert sample.prompt.shape == (1, 4096 - 12)
     assert sample.data["cut"] == 6004 - 4084
-    (sample,) = LongBench(data=data, max_new_tokens=96, max_prompt_tokens=100).samples(model, Letters())
+    (sample,) = LongBench(**given | {"max_new_tokens": 96, "max_prompt_tokens": 100}).samples(model, Letters())
     assert sample.prompt.tolist() == [Letters()("ab" * 48 + "abba")["input_ids"]]
-    assert sample.data["max_new_tokens"] == 96
     with pytest.raises(ValueError, match="max_prompt_tokens=4090"):
-        LongBench(data=data, max_prompt_tokens=4090).samples(model, Letters())
+        LongBench(**given, max_prompt_tokens=4090).samples(model, Letters())
 
 
-def test_our_template_and_the_benchmarks(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    data = write(tmp_path, {"context": "aXb", "input": "c", "answers": ["a"], "dataset": "lcc"})
-    prompts = tmp_path / "dataset2prompt.json"
-    prompts.write_text(json.dumps({"lcc": "a {context}b"}))
-    (published,) = LongBench(data=data, prompts=prompts).samples(model, Letters())
-    assert published.prompt.tolist() == [Letters()("a aXbb")["input_ids"]]
-    (own,) = LongBench(data=data).samples(model, Letters())
-    assert own.prompt.shape[1] > 40
+def test_our_own_template(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    given = write(tmp_path, {"lcc": [CONTEXT]})
+    (published,) = LongBench(**given).samples(model, Letters())
+    (own,) = LongBench(**given | {"prompts": None}).samples(model, Letters())
     assert own.digest != published.digest
     with pytest.raises(ValueError, match="chat_template='on'"):
-        LongBench(data=data, chat_template="on").samples(model, Letters())
+        LongBench(**given, chat_template="on").samples(model, Letters())
 
 
 @torch.inference_mode()
 def test_cells(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    data = write(
-        tmp_path, *[ready(task, context) for task in ("qasper", "trec") for context in ("ab" * 60, "acd" * 40)]
-    )
+    given = write(tmp_path, {task: ["ab" * 60, "acd" * 40] for task in ("qasper", "trec")})
     packed = preset_cache(method_config("turboquant"), name="packed")
-    benchmark = LongBench(data=data, version="e")
+    benchmark = LongBench(**given, version="e")
     full, other = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache(), packed])
     assert (full.error, other.error, other.packed_tokens["least"] > 0) == (None, None, True)
     tokenizer = Letters()
@@ -118,8 +111,8 @@ def test_cells(model: LlamaForCausalLM, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_samsum_ends_with_its_line(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    data = write(tmp_path, ready("samsum", max_new_tokens=40), ready("multi_news", max_new_tokens=40))
-    benchmark = LongBench(data=data)
+    given = write(tmp_path, {"samsum": [CONTEXT], "multi_news": [CONTEXT]})
+    benchmark = LongBench(**given | {"max_new_tokens": 40})
     prompt = benchmark.samples(model, Letters())[0].prompt
     newline = model(prompt).logits[0, -1].argmax().item()
     tokenizer = Letters(newline)
@@ -136,7 +129,7 @@ def test_samsum_ends_with_its_line(model: LlamaForCausalLM, tmp_path: Path) -> N
 
 def test_the_models_end_token_ends_a_prediction(tmp_path: Path) -> None:
     model = small_model()
-    benchmark = LongBench(data=write(tmp_path, ready("qasper")))
+    benchmark = LongBench(**write(tmp_path, {"qasper": [CONTEXT]}))
     (free,) = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache()])
     text = free.records[0]["prediction"]
     model.generation_config.eos_token_id = Letters().ids[text[3]]

@@ -1,4 +1,4 @@
-"""`kvcache-compress eval`, whose commands are in `kvcache_compress.eval`."""
+"""`kvcache-compress eval`: a file per command."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import typer
 
-from .console import importing
+from ..console import importing
 
 HELP = "Measure the quality loss of compressed caches; each command has its own --help."
 PASSED_ON: dict[Any, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a command that hands all its arguments on."""
+"""Settings of a command that passes all its arguments on, so that the import of PyTorch waits until it is called."""
 
 
 def evaluate(context: typer.Context) -> None:
     with importing():
-        from kvcache_compress.eval.cli.app import app as evaluations
+        from .app import app
 
-    evaluations(args=context.args, prog_name="kvcache-compress eval")
+    app(args=context.args, prog_name="kvcache-compress eval")

@@ -1,4 +1,4 @@
-"""Options that commands share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from kvcache_compress.eval.caches.peers import PEERS
-from kvcache_compress.modeling.loading import SMOLLM2
 from kvcache_compress.validation import LARGEST_SEED
 
 DEFAULT_CACHES = ["turboquant-4bit", "turboquant-2bit"]
-DEFAULT_MODEL = SMOLLM2
 
 ModelOption = Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")]
 CacheOption = Annotated[
@@ -31,6 +29,6 @@ TableOption = Annotated[
     Path | None, typer.Option(help="File of results (.jsonl), a line per cache; a later run continues there.")
 ]
 SeedOption = Annotated[int, typer.Option(help="Random seed.", min=0, max=LARGEST_SEED)]
-DtypeOption = Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str | None, typer.Option(help="Device of the model; the accelerator where there is one.")]
+DtypeOption = Annotated[str, typer.Option(help="Dtype of the model: float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str | None, typer.Option(help="Device; by default the accelerator if there is one.")]
 FusedOption = Annotated[bool, typer.Option("--fused", help="Attend over the codes instead of decoding them.")]

@@ -1,4 +1,4 @@
-"""Variants of a config for the probe: single sides of layers compressed, or left dense."""
+"""Variants of a config in which single sides of layers are compressed, or left dense."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Plans = dict[int, LayerPlan]
 
 
 def plans_of(model: PreTrainedModel, config: CompressionConfig) -> tuple[Plans, dict[str, str]]:
-    """Plans of all full-attention layers, and reasons why layers or sides are not compressed, by name.
+    """Plans of all full-attention layers, and by name why other layers or sides are not compressed.
 
     Raises:
-        ValueError: the config does not fit the model.
+        ValueError: The config does not fit the model.
     """
     plans: Plans = {}
     skipped: dict[str, str] = {}
@@ -38,13 +38,13 @@ def plans_of(model: PreTrainedModel, config: CompressionConfig) -> tuple[Plans, 
             continue
         for side in SIDES:
             if plans[index].side(side) == DENSE:
-                skipped[f"layer {index}, {side}"] = "the config itself leaves it uncompressed"
+                skipped[f"layer {index}, {side}"] = "the config leaves it dense"
     return plans, skipped
 
 
 def compress_only(config: CompressionConfig, plan: LayerPlan, layer: int, side: Side) -> CompressionConfig:
-    """Config that compresses one side of one layer according to `plan`, and nothing else."""
-    alone = replace(plan, keys=DENSE) if side == "values" else replace(plan, values=DENSE)
+    """The config, compressing only one side of one layer, as `plan` says."""
+    alone = _with_dense(plan, "keys" if side == "values" else "values")
     bare = config.model_copy(update={"keys": DENSE, "values": DENSE})
     return with_plans(bare, {layer: alone})
 
@@ -53,13 +53,16 @@ def leave_dense(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[i
     """The config with some sides of layers left dense; its own rules become part of the new ones."""
     changed = dict(plans)
     for layer, side in sides:
-        plan = changed[layer]
-        changed[layer] = replace(plan, keys=DENSE) if side == "keys" else replace(plan, values=DENSE)
+        changed[layer] = _with_dense(changed[layer], side)
     return with_plans(config, changed)
 
 
+def _with_dense(plan: LayerPlan, side: Side) -> LayerPlan:
+    return replace(plan, keys=DENSE) if side == "keys" else replace(plan, values=DENSE)
+
+
 def rules_yaml(config: CompressionConfig) -> str:
-    """The rules as in a YAML file, a line each."""
+    """The config's rules as in a YAML file, one line each."""
     lines = []
     for rule in config.layers:
         text = yaml.safe_dump(rule.model_dump(exclude_none=True), default_flow_style=True, sort_keys=False, width=1000)
@@ -68,7 +71,7 @@ def rules_yaml(config: CompressionConfig) -> str:
 
 
 def with_plans(config: CompressionConfig, plans: Plans) -> CompressionConfig:
-    """The config with one rule for each plan that differs from its default, shared by all layers of that plan."""
+    """The config with a rule for each plan that differs from its defaults; layers of equal plans share a rule."""
     default = LayerPlan(config.keys, config.values, config.sink_tokens, config.recent_tokens)
     groups: list[tuple[LayerPlan, list[int]]] = []
     for layer, plan in sorted(plans.items()):

@@ -1,4 +1,4 @@
-"""Commands made from the options of benchmarks."""
+"""A command of `kvcache-compress eval` for each benchmark, made from the benchmark's options."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, ResultTable
 from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
+from kvcache_compress.modeling.loading import SMOLLM2
 
 from .options import (
     DEFAULT_CACHES,
-    DEFAULT_MODEL,
     CacheOption,
     CodebooksOption,
     DeviceOption,
@@ -38,10 +38,10 @@ _BOUNDS = {"ge": "min", "le": "max"}
 
 
 def benchmark_command(benchmark: type[Benchmark]) -> Callable[..., None]:
-    """Build a benchmark's command: an option per field, with its description, and the options of `measure`.
+    """Build a benchmark's command. It has an option for each field, and the options of `measure`.
 
-    A field of several values becomes a repeatable option in the singular (`lengths`: `--length`). A field that is an
-    option of `measure` too, such as `seed`, gets the same value.
+    A field with several values becomes a repeatable option in the singular (`lengths`: `--length`). A field and an
+    option of `measure` with the same name, such as `seed`, share one value.
     """
     common = dict(inspect.signature(measure, eval_str=True).parameters)
     del common["benchmark"]
@@ -61,7 +61,7 @@ def benchmark_command(benchmark: type[Benchmark]) -> Callable[..., None]:
 
 
 def _option(benchmark: type[Benchmark], name: str) -> inspect.Parameter:
-    """The option of a benchmark's field, as typer reads it from a function's signature."""
+    """A benchmark's field as a parameter from which typer makes an option."""
     field = benchmark.model_fields[name]
     kind: Any = get_type_hints(benchmark)[name]
     default: Any = inspect.Parameter.empty if field.is_required() else field.default
@@ -81,7 +81,7 @@ def measure(
     benchmark: Benchmark,
     *,
     cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = DEFAULT_MODEL,
+    model: ModelOption = SMOLLM2,
     codebooks: CodebooksOption = None,
     statistics: StatisticsOption = None,
     output: TableOption = None,
@@ -90,12 +90,12 @@ def measure(
     device: DeviceOption = None,
     fused: FusedOption = False,
 ) -> list[Cell]:
-    """Run a benchmark for caches given by name and the full one.
+    """Run a benchmark for the full cache and those given by name.
 
     Raises:
-        ValueError, ImportError, OSError: an argument is wrong, or what it names cannot be loaded.
+        ValueError, ImportError, OSError: An argument is wrong, or what it names cannot be loaded.
     """
-    ResultTable(output)  # a wrong file shows before the model is loaded
+    ResultTable(output)  # a wrong file is reported before the model is loaded
     names = [name for name in dict.fromkeys(cache) if name != "full"]  # the full cache is always measured
     files = {"codebooks": codebooks, "statistics": statistics}
     specs = [full_cache(), *(resolve_cache(name, **files) for name in names)]
@@ -104,10 +104,10 @@ def measure(
 
 
 def show(cells: Sequence[Cell]) -> None:
-    """Print one benchmark's table and skipped parts to stdout, failed cells to stderr."""
+    """Print a benchmark's table and skipped parts to stdout, and failed cells to stderr."""
     done = [cell for cell in cells if cell.error is None]
     if done:
-        # Where the output is no terminal, its width is unknown: the columns should not be squeezed into the usual 80.
+        # Without a terminal the width is unknown, and 80 columns would squeeze the table.
         Console(width=None if sys.stdout.isatty() else 140).print(_terminal_table(done))
     for reason in cells[0].skipped if cells else ():
         typer.echo(f"skipped: {reason}")
@@ -120,7 +120,6 @@ def show(cells: Sequence[Cell]) -> None:
 
 
 def _terminal_table(cells: Sequence[Cell]) -> Table:
-    """A line per cache: measured bits, scores, least number of packed tokens, seconds."""
     head = cells[0]
     names = [name for name in head.scores if "." not in name][:6]
     title = f"{head.model}, {head.benchmark['name']}: {head.samples} samples"

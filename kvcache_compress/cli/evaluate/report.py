@@ -10,7 +10,7 @@ import typer
 from kvcache_compress.eval.reporting.report import write_report
 
 
-def main(
+def report(
     file: Annotated[Path, typer.Argument(help="Results of a comparison (.jsonl), finished or not.")],
 ) -> None:
     """Write a comparison's report: Markdown, CSV, plots, and one HTML file."""

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from kvcache_compress.eval.reporting.report import write_report
-from kvcache_compress.eval.runner.comparison import Comparison, compare
+from kvcache_compress.eval.runner import comparison as comparisons
+from kvcache_compress.eval.runner.comparison import Comparison
+from kvcache_compress.eval.runner.fetch import remedy
 from kvcache_compress.eval.runner.processes import LaunchedProcesses
 from kvcache_compress.eval.runner.progress import ProgressLine
 
 from .benchmarks import show
-from .fetch import remedy
 
 
-def main(
+def compare(
     file: Annotated[Path, typer.Argument(help="YAML file with models, caches, benchmarks and output.")],
     output: Annotated[Path | None, typer.Option(help="File of results (.jsonl), instead of the file's.")] = None,
 ) -> None:
@@ -34,7 +35,7 @@ def main(
                     raise ValueError(told)
                 if main_process:
                     typer.echo(f"warning: {told}", err=True)
-            cells, problems = compare(comparison, processes, ProgressLine() if main_process else None)
+            cells, problems = comparisons.compare(comparison, processes, ProgressLine() if main_process else None)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
     finally:
@@ -56,4 +57,4 @@ def _tell_missing(paths: list[Path]) -> str:
     paths = list(dict.fromkeys(paths))
     shown = ", ".join(map(str, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
     command = remedy(paths)
-    return f"missing {shown}" + (f": `{command}` brings them" if command else "")
+    return f"missing {shown}" + (f"; `{command}` brings them" if command else "")

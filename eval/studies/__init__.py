@@ -1,1 +1,0 @@
-"""Studies of quantizers apart from generation: distortion, nearest neighbours, layers and sides."""
