@@ -29,7 +29,7 @@ def test_outlier_channels_change_keys_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_pairs_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match="pair=99: allowed 0 to"):
+    with pytest.raises(ValueError, match="pair=99"):
         outlier_model.with_outlier_channels(load_model(saved_model())[0], pairs=(1, 99))
 
 

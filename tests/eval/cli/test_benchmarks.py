@@ -78,7 +78,7 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
         ("chess", {}, "benchmark='chess'"),
         ("perplexity", {"widows": 1}, "'widows'"),
         ("perplexity", {"scored": 16, "step": 17}, "step=17"),
-        ("ruler", {}, "data: field required"),
+        ("ruler", {}, "ruler: data"),
         ("ruler", {"data": "x.jsonl", "task": "sums"}, "task='sums'"),
         ("needle", {"needle": "N {answer}."}, r"needs needle, question, answer together \(got needle\)"),
         ("needle", {"mode": "passkey", "needle": "N.", "question": "Q?"}, r"needle='N\.'"),
