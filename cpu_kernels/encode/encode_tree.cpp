@@ -1,5 +1,5 @@
-// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `encode` in codecs/quantizers/polar_tree.py: level
-// by level for all tokens of a tile.
+// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `encode` in codecs/quantizers/polar_tree.py:
+// level by level for all tokens of a tile.
 #include <map>
 
 #include "decode/polar.h"

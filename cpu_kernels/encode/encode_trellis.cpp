@@ -1,5 +1,5 @@
-// Encoder of trellis-coded vectors, the twin of `quantize` in codecs/quantizers/trellis.py: Viterbi's algorithm, all states of a
-// vector at once.
+// Encoder of trellis-coded vectors, the twin of `quantize` in codecs/quantizers/trellis.py: Viterbi's algorithm, all
+// states of a vector at once.
 #include <cmath>
 #include <utility>
 
