@@ -1,6 +1,6 @@
 """Mask over slots for static layers, filled by the launch that maps the queries.
 
-The twin of `Slots.mask`; `storage/slots.py` says which token lies in which slot.
+The twin of `Slots.mask`; `storage/shared/slots.py` says which token lies in which slot.
 """
 
 from __future__ import annotations
