@@ -129,7 +129,8 @@ def launches(preset: str, tokens: int, emulator: Emulator) -> list[Launched]:
 
 def counted(after: Launched, before: Launched | None, share: int) -> Counts:
     """Counts of a launch less those of the one before, divided by `share`."""
-    classes, accesses, excess = Counter(dict.fromkeys(CLASSES, 0)), Counter(), Counter()
+    classes, accesses, excess = (Counter[str]() for _ in range(3))
+    classes.update(dict.fromkeys(CLASSES, 0))
     for number, instruction in enumerate(after.program.instructions):
         executed = after.executed[number] - (0 if before is None else before.executed[number])
         classes[class_of(instruction.op)] += int(executed)

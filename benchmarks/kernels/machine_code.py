@@ -202,8 +202,8 @@ def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
     found = []
     for capacity in (None, 2048) if case.static else (None,):
         cache = CompressedCache(model, config.changed(max_cache_len=capacity, backend="torch"))
-        prompt = cache.update(random(2, TOKENS), random(2, TOKENS), 0)
-        attention_forward(module, random(8, TOKENS), *prompt, None, scaling=0.1)
+        keys, values = cache.update(random(2, TOKENS), random(2, TOKENS), 0)
+        attention_forward(module, random(8, TOKENS), keys, values, None, scaling=0.1)
         layer = cache.layers[0]
         use_backend(layer, "triton")
         with captured() as calls:
@@ -237,7 +237,9 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
         for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
         if name in arguments
     }
-    constants, signature, attributes = {}, {}, {}
+    constants: dict[str, Any] = {}
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         specialize = not parameter.do_not_specialize
@@ -257,7 +259,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
     check_sums(f"{kernel.__name__} for {target}", compiled.asm.get("ptx", ""))
     if "cubin" not in compiled.asm:
         registers, stack = (
-            int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
+            int(re.findall(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[0])
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
         return Figures(stack, registers, compiled.metadata.shared)
@@ -265,7 +267,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [str(tool), "--dump-resource-usage", file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     counts = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listing)
     if counts is None:
