@@ -1,1 +1,1 @@
-"""Where a result comes from: model, text, options, machine and code."""
+"""Provenance of results: model, text, options, machine and code."""

@@ -58,7 +58,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Found:
-    """What became of some files: `here`, `made`, `to make` or `missing`, and more about it."""
+    """State of some files (`here`, `made`, `to make` or `missing`), with details."""
 
     state: str
     name: str

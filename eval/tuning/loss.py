@@ -54,7 +54,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a cache loses against the full cache, averaged over windows.
+    """Loss of a cache against the full cache, averaged over windows.
 
     Attributes:
         kl: KL(full || this) in nats per token.

@@ -11,10 +11,9 @@ from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, TextStrea
 
 from kvcache_compress.attention.interface import enable_fused_attention
 from kvcache_compress.cache.compressed_cache import CompressedCache
+from kvcache_compress.config import load_config
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
-
-from ..config import load_config
 
 FULL = "full cache"
 PASSAGE_TOKENS = 4096

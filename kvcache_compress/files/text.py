@@ -88,6 +88,18 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """YAML loader that refuses a key that appears twice in a mapping."""
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys by what they stand for; of equal keys the last one stays, the mapping's own.
+
+        PyYAML 6.0.4 would take the first one where the mapping is merged into another.
+        """
+        super().flatten_mapping(node)
+        last = {
+            (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
+            for key, value in node.value
+        }
+        node.value = list(last.values())
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:

@@ -30,7 +30,7 @@ def register_method(codec: C) -> C:
 def get_method(name: str) -> type[Codec]:
     """Return the codec class of a method; an unknown name raises a `ValueError` that lists the registered ones."""
     if name not in _CODECS:
-        raise ValueError(f"unknown method {quoted(name)}: registered: {', '.join(method_names())}")
+        raise ValueError(f"unknown method {quoted(name)}: the methods are {', '.join(method_names())}")
     return _CODECS[name]
 
 

@@ -186,7 +186,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 150])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
 def test_numbers_that_cannot_be_packed(value: float, tokens: int) -> None:
-    """What is not finite, or too long for 16 bits, is refused when it would be packed; until then the cache works."""
+    """Vectors that are not finite, or too long for 16 bits, are refused when they would be packed, not before."""
     for layer in (0, 1, 3):
         for side in (0, 1):
             cache = filled()

@@ -1,4 +1,4 @@
-"""What codes depend on: codebooks of one prompt (`codebook: online`), and factors of keys with outlier channels."""
+"""Statistics of codes: codebooks of one prompt (`codebook: online`), and factors of keys with outlier channels."""
 
 from __future__ import annotations
 

@@ -74,6 +74,12 @@ def test_yaml(case: str, tmp_path: Path) -> None:
         refused(lambda: read_templates(path, [TASKS["qasper"]]), "mine.yaml", message)
 
 
+def test_a_merged_mapping_overrides_what_it_merges() -> None:
+    """Also where it is merged itself: PyYAML alone would take the overridden number there."""
+    text = "a: &a {bits: 2}\nb: &b {<<: *a, bits: 3}\nc: {<<: *b}\n"
+    assert parse_yaml(text, "text")["c"] == {"bits": 3}
+
+
 def test_yaml_that_is_fine() -> None:
     """Valid YAML loads: anchors, merges with overridden keys, and the same key in two mappings."""
     text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *a, y: 4}\nd: [*a, *b]\n1: 2\n'1': 3\n"

@@ -89,7 +89,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
         levels = most if self.levels is None else self.levels
         if levels > most:
             raise ValueError(
-                f"levels={levels} for polarquant_recursive must be at most {most}: so often can {head_dim} be halved"
+                f"levels={levels} for polarquant_recursive must be at most {most}: {head_dim} halves no more often"
             )
         if len(self.bits) > levels:
             raise ValueError(

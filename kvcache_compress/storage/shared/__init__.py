@@ -1,1 +1,1 @@
-"""What layers and storages share: a batch's padding, RoPE at the first tokens of groups, slots of static layers."""
+"""State that layers and storages share: padding of a batch, RoPE of groups, slots of static layers."""

@@ -281,7 +281,7 @@ class LocalMemory:
 
 
 class GenericMemory:
-    """What generic addresses name: local memory, or else global memory."""
+    """Memory behind generic addresses: local if the address is there, else global."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

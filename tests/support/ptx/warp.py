@@ -67,7 +67,7 @@ def store_tiles(
 
 
 def _rows(machine: Machine, addresses: Array, count: int, number: int) -> Iterator[Array]:
-    """Where the eight rows of each tile lie, `[warps, 8]`."""
+    """Yield the addresses of each tile's eight rows, `[warps, 8]`."""
     for tile in range(count):
         at = addresses.reshape(-1, WARP)[:, 8 * tile : 8 * tile + 8].astype(np.int64)
         machine.find("misaligned rows of a tile", np.sum(at % 16 != 0), number)
