@@ -41,6 +41,16 @@ def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_era(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of the first prompt, however short, and never of later tokens."""
+    from kvcache_compress.methods.spectral import prefill
+    from kvcache_compress.storage import side
+
+    monkeypatch.setattr(prefill, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(side, "renewed", lambda codec, prompt: None)
+
+
+@pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """An imitated hub in place of the real one."""
     from support.models.fake_hub import FakeHub

@@ -28,7 +28,7 @@ class AnchoredQueries {
     for (const View* x : {&directions, &means, &places, &weights, &order_, &channels_}) {
       STD_TORCH_CHECK(x->is_contiguous(), "contiguous tables are needed");
     }
-    const auto* channels = channels_.const_data_ptr<int64_t>();
+    const auto* channels = channels_.const_data_ptr<int16_t>();
     coded_ = 1 + *std::max_element(channels, channels + channels_.numel());
     const int64_t planes = (side.options[1] > 0) + (side.options[2] > 0);
     if (static_cast<int64_t>(side.fields.size()) > planes + 1) anchors.emplace_back(side.fields.back());
@@ -40,11 +40,12 @@ class AnchoredQueries {
   int64_t group() const { return places.size(1); }
   // Channels up to the last one with bits in any head.
   int64_t coded() const { return coded_; }
-  const int64_t* channels(const Head& head) const { return channels_.const_data_ptr<int64_t>() + head.head * width(); }
+  const int16_t* channels(const Head& head) const { return channels_.const_data_ptr<int16_t>() + head.head * width(); }
 
   // A head's part of a table.
-  static const float* of(const View& table, const Head& head) {
-    return table.const_data_ptr<float>() + head.head * table.stride(0);
+  template <class Number>
+  static const Number* of(const View& table, const Head& head) {
+    return table.const_data_ptr<Number>() + head.head * table.stride(0);
   }
 
   // Reorders query rows [rows][D].
@@ -98,14 +99,15 @@ class MappedQueries {
     group_ = group;
     const int64_t dim = from_.dim(), rank = from_.rank();
     if (!from_.anchors.empty()) turn(from_.anchors[0], dim / 2);
-    score(turned_.data(), rows_, from_.of(from_.directions, head_), from_.coded(), dim, along_.data(), dim);
-    const int64_t width = from_.width(), *channels = from_.channels(head_);
-    const float* weights = from_.of(from_.weights, head_);
+    score(turned_.data(), rows_, from_.of<Half>(from_.directions, head_), from_.coded(), dim, along_.data(), dim);
+    const int64_t width = from_.width();
+    const int16_t* channels = from_.channels(head_);
+    const auto* weights = from_.of<float>(from_.weights, head_);
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t w = 0; w < width; ++w) mapped_[r * width + w] = along_[r * dim + channels[w]] * weights[w];
     }
-    score(turned_.data(), rows_, from_.of(from_.means, head_), rank, dim, low_.data(), rank);
-    score(low_.data(), rows_, from_.of(from_.places, head_), from_.group(), rank, means_.data(), from_.group());
+    score(turned_.data(), rows_, from_.of<Half>(from_.means, head_), rank, dim, low_.data(), rank);
+    score(low_.data(), rows_, from_.of<Half>(from_.places, head_), from_.group(), rank, means_.data(), from_.group());
   }
 
   // Turns the queries by the transpose of the anchor's rotation.

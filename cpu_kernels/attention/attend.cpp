@@ -80,11 +80,25 @@ struct Segments {
   Basis basis;  // of the packed tokens' code space
 };
 
-struct Layer {
-  Segments keys, values;
-  int64_t sinks, packed, tail;              // tokens
+// Packed keys [first, last) that are coded with the same statistics.
+struct Era {
+  Era(const Side& side, int64_t first, int64_t last)
+      : segments(side), first(first), last(last), mean(side.mean.const_data_ptr<float>()) {
+    if (dynamic_cast<const DigitDecoder*>(segments.packed.get()) != nullptr) anchored.emplace(side);
+  }
+
+  Segments segments;
+  int64_t first, last;
   const float* mean;                        // of the keys, [H, D], or null
   std::optional<AnchoredQueries> anchored;  // map of the queries, if they are mapped for each group of keys
+};
+
+struct Layer {
+  std::vector<Era> eras;  // of the keys, at least one
+  Segments values;
+  int64_t sinks, packed, tail;  // tokens
+
+  const Segments& keys() const { return eras.back().segments; }
 };
 
 class Attention {
@@ -118,19 +132,22 @@ class Attention {
     std::fill_n(sums, numbers_, 0.0f);
     std::vector<float> q = queries(rows);
     if (split == splits_) {
-      const Run sinks{layer_.keys.sinks, layer_.values.sinks, 0, layer_.sinks, 0};
-      const Run tail{layer_.keys.tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
+      const Run sinks{layer_.keys().sinks, layer_.values.sinks, 0, layer_.sinks, 0};
+      const Run tail{layer_.keys().tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
       attend_run(step_, rows, {q.data()}, sinks, partials, sums, width_);
       attend_run(step_, rows, {q.data()}, tail, partials, sums, width_);
       return;
     }
-    const std::vector<float> bias = mean_scores(rows, q);
-    q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
-    const int64_t unit = layer_.anchored ? layer_.anchored->group() : 1, units = layer_.packed / unit;
+    const auto& anchored = layer_.eras.back().anchored;
+    const int64_t unit = anchored ? anchored->group() : 1, units = layer_.packed / unit;
     const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
-    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
-    const AnchoredQueries* anchored = layer_.anchored ? &*layer_.anchored : nullptr;
-    attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials, sums, width_);
+    for (const Era& era : layer_.eras) {
+      const Run run{*era.segments.packed, *layer_.values.packed, std::max(first, era.first), std::min(last, era.last),
+                    layer_.sinks};
+      if (run.first >= run.last) continue;
+      const std::vector<float> bias = mean_scores(era, rows, q), mapped = era.segments.basis.map(rows.head.head, q, rows.count);
+      attend_run(step_, rows, {mapped.data(), bias.empty() ? nullptr : bias.data(), era.anchored ? &*era.anchored : nullptr}, run, partials, sums, width_);
+    }
   }
 
   // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
@@ -194,7 +211,7 @@ class Attention {
 
   // Query rows times the scale, padded to the width of a decoded dense key.
   std::vector<float> queries(const Rows& rows) const {
-    const int64_t width = layer_.keys.sinks.width;
+    const int64_t width = layer_.keys().sinks.width;
     const auto* data = query_.const_data_ptr<char>();
     std::vector<float> q(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
@@ -207,11 +224,11 @@ class Attention {
   }
 
   // Product of each query row with the keys' mean; empty without a mean.
-  std::vector<float> mean_scores(const Rows& rows, const std::vector<float>& q) const {
+  std::vector<float> mean_scores(const Era& era, const Rows& rows, const std::vector<float>& q) const {
     std::vector<float> scores;
-    const int64_t dim = query_.size(3), width = layer_.keys.sinks.width;
-    for (int64_t r = 0; r < rows.count && layer_.mean != nullptr; ++r) {
-      const float* mean = layer_.mean + rows.head.head * dim;
+    const int64_t dim = query_.size(3), width = layer_.keys().sinks.width;
+    for (int64_t r = 0; r < rows.count && era.mean != nullptr; ++r) {
+      const float* mean = era.mean + rows.head.head * dim;
       float sum = 0;
       for (int64_t d = 0; d < dim; ++d) sum += q[r * width + d] * mean[d];
       scores.push_back(sum);
@@ -246,9 +263,9 @@ Tensor describe(int64_t form, const std::vector<int64_t>& options, int64_t field
   return description;
 }
 
-Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_side, std::optional<Tensor> mask,
+Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const std::vector<int64_t>& starts, const Tensor& value_side, std::optional<Tensor> mask,
               std::optional<Tensor> s_aux, int64_t packed, int64_t tail, double scaling, double softcap) {
-  const Side keys(key_side), values(value_side);
+  const Side keys(key_sides.back()), values(value_side);
   STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
                   keys.sinks.size(0));
   STD_TORCH_CHECK(query.size(1) % keys.sinks.size(1) == 0, query.size(1), " query heads for ", keys.sinks.size(1),
@@ -263,9 +280,11 @@ Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_s
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
-  const float* mean = keys.mean.numel() > 0 ? keys.mean.const_data_ptr<float>() : nullptr;
-  Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean, {}};
-  if (dynamic_cast<const DigitDecoder*>(layer.keys.packed.get()) != nullptr) layer.anchored.emplace(keys);
+  Layer layer{{}, Segments(values), sinks, packed, tail};
+  layer.eras.reserve(starts.size());
+  for (size_t i = 0; i < starts.size(); ++i) {
+    layer.eras.emplace_back(Side(key_sides[i]), starts[i], i + 1 < starts.size() ? starts[i + 1] : packed);
+  }
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
   const View out_view(out);
   if (out_view.numel() == 0) return out;
@@ -284,7 +303,7 @@ Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_s
 
 KVCACHE_COMPRESS_OPERATOR(describe, "(int form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
 KVCACHE_COMPRESS_OPERATOR(attend,
-                          "(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
+                          "(Tensor query, Tensor[] keys, int[] starts, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
                           "tail, float scaling, float softcap) -> Tensor",
                           attend)
 

@@ -6,19 +6,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels import build
-from kvcache_compress.cpu_kernels.common.operands import FORMS
+from kvcache_compress.cpu_kernels.common.operands import FORMS, CPUSide
 from kvcache_compress.storage.view import View
 
 
 class _Described(NamedTuple):
-    """Description of one side for the operator, and what it describes, which this object keeps alive.
+    """Descriptions of one side for the operator, and what they describe, which this object keeps alive.
 
     A copy of a store describes its own tensors anew.
     """
 
-    description: torch.Tensor
+    eras: list[torch.Tensor]
+    """One description per era."""
+    starts: list[int]
     parts: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -35,10 +38,12 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.tokens)
+    described = _described(keys)
     return build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
-        _described(keys),
-        _described(values),
+        described.eras,
+        described.starts,
+        _described(values).eras[0],
         mask,
         None if s_aux is None else s_aux.float().contiguous(),
         keys.packed,
@@ -48,17 +53,23 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     )
 
 
-def _described(side: View) -> torch.Tensor:
-    """Description of a side for the operator, made anew only if one of its tensors was replaced."""
-    store, cpu_side, fields = side.store, side.codec.cpu_side, side.store.buffers
+def _described(side: View) -> _Described:
+    """Descriptions of a side for the operator, made anew only if one of its tensors was replaced."""
+    store, eras, fields = side.store, side.eras, side.store.buffers
     rope_rows = None if side.track is None else side.track.buffer
-    parts = side.sinks, side.tail_buffer, fields, rope_rows, cpu_side
+    parts = side.sinks, side.tail_buffer, fields, rope_rows, eras
     if store.described is None or any(a is not b for a, b in zip(store.described.parts, parts, strict=True)):
         if rope_rows is not None:
             # Cos and sin of the groups' first tokens, `[B, H, groups, 2 * rotary]`.
             fields = (*fields, rope_rows[:, None].expand(-1, side.sinks.shape[1], -1, -1))
-        tensors = [side.sinks, side.tail_buffer, *cpu_side.code_space, *fields, *cpu_side.tables]
-        describe, form = build.operators().describe.default, FORMS.index(cpu_side.form)
-        store.described = _Described(describe(form, cpu_side.options, len(fields), tensors), parts)
-    description: torch.Tensor = store.described.description
-    return description
+        descriptions = [_description(side, fields, era.codec.cpu_side) for era in eras]
+        store.described = _Described(descriptions, [era.start for era in eras], parts)
+    found: _Described = store.described
+    return found
+
+
+def _description(side: View, fields: Fields, cpu_side: CPUSide) -> torch.Tensor:
+    tensors = [side.sinks, side.tail_buffer, *cpu_side.code_space, *fields, *cpu_side.tables]
+    form = FORMS.index(cpu_side.form)
+    found: torch.Tensor = build.operators().describe.default(form, cpu_side.options, len(fields), tensors)
+    return found

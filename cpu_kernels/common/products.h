@@ -25,7 +25,8 @@ inline void each_block(int64_t rows, Call call) {
 }
 
 // scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three more, which must be readable.
-inline void score(const float* q, int64_t rows, const float* k, int64_t count, int64_t width, float* scores,
+template <class Number>
+inline void score(const float* q, int64_t rows, const Number* k, int64_t count, int64_t width, float* scores,
                   int64_t stride) {
   each_block(rows, [&]<int ROWS>(int64_t first) {
     for (int64_t t = 0; t < count; t += 4) {

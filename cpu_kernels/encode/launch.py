@@ -66,8 +66,8 @@ def quantize_digits(
 ) -> Fields:
     """Twin of `quantize` in `codecs/quantizers/digits.py`, for a multiple of eight tokens: equal codes and scales."""
     operator = build.operators().quantize_digits.default
-    stored = digits.channels, digits.shifts, digits.counts.twos
-    return tuple(operator(y.contiguous(), deviation, digits.kind, *tables, *stored, factors))
+    stored = digits.channels.long(), digits.shifts.long(), digits.counts.twos
+    return tuple(operator(y.contiguous(), deviation, digits.kind.long(), *tables, *stored, factors))
 
 
 def attention_costs(

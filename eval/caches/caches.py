@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.config import CompressionConfig
-from kvcache_compress.methods.spectral.codec import PREFILL
+from kvcache_compress.methods.spectral.codec import TEXT
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _without_paths(config: Any) -> Any:
     if isinstance(config, dict):
         named = {key: _without_paths(value) for key, value in config.items() if value is not None}
         for name in {"codebooks", "statistics"} & named.keys():
-            if name == "statistics" and named[name] == PREFILL:
+            if name == "statistics" and named[name] == TEXT:
                 continue
             path = Path(named[name])
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None

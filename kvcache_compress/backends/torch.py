@@ -9,6 +9,7 @@ import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.backend import Backend
+from kvcache_compress.storage.eras import runs
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, AttentionPath, View
 
@@ -76,11 +77,12 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
 
 def _scores(rows: torch.Tensor, keys: View) -> torch.Tensor:
-    mapped = keys.codec.map_query(rows) if keys.packed else rows
     parts = [rows @ keys.sinks.float().mT]
-    for start in range(0, keys.packed, DECODE_CHUNK_TOKENS):
-        stop = min(start + DECODE_CHUNK_TOKENS, keys.packed)
-        parts.append(keys.codec.score(mapped, keys.store.read(start, stop), keys.rope(start, stop)))
+    for codec, first, last in runs(keys.eras, 0, keys.packed):
+        mapped = codec.map_query(rows)
+        for start in range(first, last, DECODE_CHUNK_TOKENS):
+            stop = min(start + DECODE_CHUNK_TOKENS, last)
+            parts.append(codec.score(mapped, keys.store.read(start, stop), keys.rope(start, stop)))
     parts.append(rows @ keys.tail.float().mT)
     return torch.cat(parts, -1)
 

@@ -19,6 +19,7 @@ from kvcache_compress.codecs.base import Codec, CodecContext, MethodOptions, Sid
 from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
 from kvcache_compress.methods.commvq.codebook_file import CENTRES, group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.storage.eras import Era
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.static import StaticStorage
@@ -178,10 +179,8 @@ def encoded_side(
                 buffer.uniform_(0.5, 1.5)
             else:
                 buffer.random_()
-    return View(
-        tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), last, codec, track,
-        backend=BACKENDS[backend],
-    )  # fmt: skip
+    sinks, tail = tokens[:, :, :first].contiguous(), tokens[:, :, :last].contiguous()
+    return View(sinks, store, packed, tail, last, (Era(0, codec),), track, backend=BACKENDS[backend])
 
 
 def use_backend(layer: CompressedLayer, name: str) -> None:
@@ -189,7 +188,8 @@ def use_backend(layer: CompressedLayer, name: str) -> None:
     layer.backend = backend = BACKENDS[name]
     with layer.edited() as storage:
         for state in storage.sides.values():
-            state.codec, state.backend = backend.bind(state.codec), backend
+            state.eras = tuple(Era(era.start, backend.bind(era.codec)) for era in state.eras)
+            state.backend = backend
         storage.backend = backend
     if layer.max_cache_len and layer.storage is storage and backend.has_static_steps(layer.device):
         layer.storage = StaticStorage(storage)

@@ -191,7 +191,7 @@ class SpectralCache(MethodCache):
 
     Args:
         config: the model's config.
-        statistics: `"prefill"`, to measure them on the first prompt, or the file that `kvcache-compress calibrate
+        statistics: `"text"`, to measure them on the cached text, or the file that `kvcache-compress calibrate
             --method spectral` wrote for this model.
         bits: code bits per number of the keys, 0.5 to 6 (by default 2), and of the values, to the next half.
         values: method and options of the values; options without a method change those of TurboQuant.
@@ -200,7 +200,7 @@ class SpectralCache(MethodCache):
     """
 
     names = ("spectral",)
-    own: ClassVar = {"statistics": "prefill", "bits": 2, "values": None}
+    own: ClassVar = {"statistics": "text", "bits": 2, "values": None}
 
     def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
         checked: Any = SideConfig.of({"method": method, **options}).options()

@@ -6,8 +6,9 @@ those that are Transformers' own, and the share of the model's heads. Tensors, f
 
     layers.{i}.{side}.sinks, .tail         [B, H, T, D]      in the model's dtype
     layers.{i}.{side}.packed.{field}       [B, H, T / field.tokens, *field.shape]
-    layers.{i}.{side}.statistics.{name}    the codec's statistics, measured on the first tokens
+    layers.{i}.{side}.statistics.{t}.{name}  the codec's statistics from packed token t on, until the next era
     layers.{i}.{side}.check                [1, H, up to 8, D] the first packed tokens decoded, float32
+    layers.{i}.watch, .watch.at, .watch.queries      when statistics are due, and the queries kept for them
     layers.{i}.{attribute}                 layers that are Transformers' own
     rope.{first}.{stride}                  [B, groups, 2 * rotary] cos and sin of the tokens `first + g * stride`, if a
                                            codec needs them
@@ -121,6 +122,8 @@ def _layer_tensors(layer: CompressedLayer) -> Iterator[tuple[str, torch.Tensor]]
             yield f"{side}.{name}", tensor
         if state.store.tokens:
             yield f"{side}.check", _first_decoded(state, layer.group)
+    if layer.storage is not None:
+        yield from layer.storage.as_dynamic().watch.tensors().items()
 
 
 def _first_decoded(state: SideState, group: int) -> torch.Tensor:
@@ -135,7 +138,7 @@ def _config(plain: dict[str, Any], files: Mapping[str, str | Path | None]) -> Co
         for side in SIDES:
             options = owner.get(side) or {}
             for name, path in files.items():
-                if path is not None and options.get(name) not in (None, "prefill"):
+                if path is not None and options.get(name) not in (None, "text"):
                     options[name] = str(path)
     return load_config(plain)
 
@@ -218,6 +221,7 @@ def _restore_layer(
         for side, state in storage.sides.items():
             own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
             state.restore(own, packed[side], prepared)
+        storage.watch.restore(tensors, device)
     for side, state in layer.sides.items() if packed["keys"] else ():
         # In float64, since numbers of a damaged file may overflow float32 when squared.
         saved, decoded = tensors[f"{side}.check"].double(), _first_decoded(state, layer.group).double().cpu()

@@ -141,7 +141,7 @@ class CompressedLayer(RowOperations):
     @property
     def awaits_queries(self) -> bool:
         """True if packing must wait until `close` brings the step's queries."""
-        return isinstance(self.storage, DynamicStorage) and self.storage.due is not None
+        return isinstance(self.storage, DynamicStorage) and self.storage.awaits_queries
 
     @property
     def packed_tokens(self) -> int:
@@ -310,9 +310,9 @@ class CompressedLayer(RowOperations):
         If layers share keys and values, the first one that attends closes the step; later calls do nothing.
         """
         storage = self.storage
-        if not isinstance(storage, DynamicStorage) or storage.due is None:
+        if not isinstance(storage, DynamicStorage) or not storage.awaits_queries:
             return
-        away = storage.dense_like["keys"].device != self.device
+        away = storage.due is not None and storage.dense_like["keys"].device != self.device
         if away:
             self.prefetch()
         with self._writable_buffers():

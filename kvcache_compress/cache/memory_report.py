@@ -198,7 +198,8 @@ def _likeness(layer: LayerMemory) -> tuple[Any, ...]:
 
 def memory_report(layers: Sequence[Any]) -> MemoryReport:
     """Count a cache's layers, including Transformers' own, and the cos and sin that they share."""
-    rows = [_layer_memory(index, layer) for index, layer in enumerate(layers)]
+    counted: set[int] = set()
+    rows = [_layer_memory(index, layer, counted) for index, layer in enumerate(layers)]
     packed: dict[RopeTrack, int] = {}  # packed tokens by track; each device has its own copy
     for layer, row in zip(layers, rows, strict=True):
         if isinstance(layer, CompressedLayer) and layer.track is not None:
@@ -211,9 +212,9 @@ def memory_report(layers: Sequence[Any]) -> MemoryReport:
     )
 
 
-def _layer_memory(index: int, layer: Any) -> LayerMemory:
+def _layer_memory(index: int, layer: Any, counted: set[int]) -> LayerMemory:
     if isinstance(layer, CompressedLayer):
-        return _compressed(index, layer)
+        return _compressed(index, layer, counted)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or not keys.numel():
         return LayerMemory(index, type(layer).__name__, 0, 0, {"dense": 0}, 0, 0, 0, 0)
@@ -228,7 +229,8 @@ def _layer_memory(index: int, layer: Any) -> LayerMemory:
     )  # fmt: skip
 
 
-def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
+def _compressed(index: int, layer: CompressedLayer, counted: set[int]) -> LayerMemory:
+    """Count a layer. Constants that layers before it hold too, whose addresses are `counted`, count there only."""
     method = layer.plan.keys.method
     if layer.plan.values.method != method:
         method = f"{method}/{layer.plan.values.method}"
@@ -242,7 +244,7 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
         fields["dense"] += dense * size
         fields |= {f"{side}.{name}": own for name, own in stored.items()}
         allocated += state.store.bytes_allocated()
-        constants += state.codec.constant_bytes()
+        constants += sum(era.codec.constant_bytes(counted) for era in state.eras)
         packed_numbers += packed
         numbers += dense + packed
         full += (dense + packed) * size

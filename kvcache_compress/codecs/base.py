@@ -74,7 +74,7 @@ class CodecContext:
 
 @dataclass(frozen=True)
 class Prompt:
-    """First tokens of a layer, for codecs whose statistics also depend on queries.
+    """Tokens of a layer, for codecs whose statistics also depend on queries.
 
     Attributes:
         sinks: keys of the sinks, `[B, H, S, head_dim]`.
@@ -85,6 +85,7 @@ class Prompt:
         offsets: cos and sin of positions 0 to group - 1, `[1, group, rotary]`.
         queries: the last tokens' queries, with a mask over tokens in their order; None if they were not seen.
         padding: left padding of the rows, whose first tokens have swapped with it; None if there is none.
+        at: positions of the queries in `sinks | keys`, int64 `[n]`; None if they belong to the last n tokens.
     """
 
     sinks: torch.Tensor
@@ -94,6 +95,7 @@ class Prompt:
     offsets: Rope | None = None
     queries: AttentionCall | None = None
     padding: LeftPadding | None = None
+    at: torch.Tensor | None = None
 
 
 class Codec(ABC):
@@ -140,6 +142,11 @@ class Codec(ABC):
     def needs_rope(cls, options: Any, side: Side) -> bool:
         """True if layers without RoPE are refused; False if the codec works without what `rope_use` asks for."""
         return cls.rope_use(options, side) != "none"
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewest tokens on which the statistics can be measured; 0 if they never change."""
+        return 0
 
     @property
     def may_need_queries(self) -> bool:
@@ -234,12 +241,18 @@ class Codec(ABC):
         """True if codecs with these options have this hook of `HOOKS`; by default, if the class defines it."""
         return getattr(cls, hook) is not getattr(Codec, hook)
 
-    def constant_bytes(self) -> int:
-        """Bytes of all tensors that the codec and its kernels keep; shared memory counts once."""
+    def constant_bytes(self, counted: set[int] | None = None) -> int:
+        """Bytes of all tensors that the codec and its kernels keep.
+
+        Shared memory counts once, and not at all if its address is in `counted`, which receives all addresses.
+        """
+        counted = set() if counted is None else counted
         side = vars(self).get("kernel_side")
         held = [*_tensors_in(vars(self)), *(side.tensors() if side else ())]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-        return sum(storages.values())
+        found = sum(size for address, size in storages.items() if address not in counted)
+        counted.update(storages)
+        return found
 
     @classmethod
     def constant_size(cls, options: Any, side: Side, head_dim: int, heads: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from . import packing
 from .base import Codec, CodecContext, Fields, Rope, Statistics
 from .transforms.centering import Center, chosen_center, large_mean, mean_key
-from .transforms.equalization import channel_factors, channel_rms, chosen_equalize, has_outliers
+from .transforms.equalization import FEWEST, channel_factors, channel_rms, chosen_equalize, has_outliers
 
 T = TypeVar("T")
 
@@ -81,6 +81,10 @@ class LinearCodec(Codec):
     def encoding_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Divide `rows` `[H or 1, W, head_dim]` by the factors, so that they apply to tokens that are only centred."""
         return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()
+
+    @property
+    def least_tokens(self) -> int:
+        return FEWEST if self.equalized and not self.per_prompt else 0
 
     @property
     def may_need_queries(self) -> bool:

@@ -80,11 +80,14 @@ class LeftPadding:
 
         `first` is the index of the first token of `x`. If all tokens are padding, `x` is returned unchanged.
         """
-        total = first + x.shape[2]
-        real = torch.arange(total, device=x.device) >= self.tokens.to(x.device)[:, None]
-        real = self.exchange_(real.clone(), sinks)[: len(x), first:].expand(len(x), -1)
+        real = self.exchange_(self.real(first + x.shape[2]).to(x.device), sinks)
+        real = real[: len(x), first:].expand(len(x), -1)
         found = x.transpose(1, 2)[real]
         return found.transpose(0, 1)[None] if len(found) else x
+
+    def real(self, tokens: int) -> torch.Tensor:
+        """True for the tokens of each row that are not padding, in their order: bool `[B or 1, tokens]`."""
+        return torch.arange(tokens, device=self.tokens.device) >= self.tokens[:, None]
 
     def row(self, index: int) -> LeftPadding:
         return self.changed(lambda tokens: tokens[index : index + 1])

@@ -12,6 +12,7 @@ from kvcache_compress.codecs.mask import AttentionCall
 
 from .backend import Backend
 from .checks import PackableChecks, same_prompt
+from .eras import Watch
 from .shared.rope_track import RopeTrack
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
 from .view import View
@@ -43,8 +44,11 @@ class DynamicStorage:
     leads_track: bool = True
     due: int | None = field(default=None, init=False)
     """Tokens that `close` packs after attention, because a codec needs the step's queries; None if there are none."""
+    samples: bool = field(default=False, init=False)
+    """True if `close` keeps the step's queries for a later measurement."""
 
     def __post_init__(self) -> None:
+        self.watch = Watch(self.sides["keys"].codec.least_tokens if self.windows.capacity is None else 0)
         if self.windows.capacity is not None:
             for state in self.sides.values():
                 state.store.make_static(self.windows.packed_capacity + self.windows.group)
@@ -66,9 +70,15 @@ class DynamicStorage:
         return self.sides["keys"].store.tokens
 
     @property
+    def awaits_queries(self) -> bool:
+        """True if `close` must bring the step's queries."""
+        return self.due is not None or self.samples
+
+    @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """Dense buffers of both sides with their spare capacity, in the model's dtype."""
-        return tuple(x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
+        """Dense buffers of both sides with their spare capacity, and kept queries, in the model's dtype."""
+        held = (x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
+        return *held, *(query for _, query in self.watch.kept)
 
     def views(self) -> tuple[View, View]:
         k_side, v_side = self.sides.values()
@@ -139,8 +149,10 @@ class DynamicStorage:
         packed = k_side.store.tokens
         if prompt:
             k_tail, v_tail = self._add_prompt(keys, values, sinks, held)
+            self.samples = self.due is None and self.watch.samples(packed, length, count)
             return k_side.view(packed, k_tail), v_side.view(packed, v_tail)
         self._add(keys, values, sinks)
+        self.samples = self.flushes_steps and self.watch.samples(packed, length, count)
         return self.views()
 
     def _exchanged(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,16 +169,24 @@ class DynamicStorage:
         return keys, values
 
     def close(self, call: AttentionCall | None) -> None:
-        """End a step after its attention: pack the due tokens, with statistics from the step's queries if known."""
+        """End a step after its attention: keep its queries, or pack the due tokens with statistics from the queries."""
+        watch, self.samples = self.watch, False
+        in_step = call is None or call.query.shape[2] <= MAX_DRAFT_TOKENS
+        if call is not None and in_step and (watch.kept or self.due is None):
+            watch.keep(call, self.tokens)
         if self.due is None:
             return
         tails, due = self._tails(), self.due
         self._check_packable(tails, due)
+        at = None
+        if call is not None and in_step and watch.kept:
+            call, at = watch.queries(call)
         for state in self.sides.values():
             if state.codec.may_need_queries:
-                state.observe(call, self.windows.recent)
+                state.observe(call, self.windows.recent, at)
         self.due = None
         self._flush_tails(tails, due, growing=self.flushes_steps)
+        watch.measured(self.packed_tokens, in_step)
 
     def _tails(self) -> dict[Side, torch.Tensor]:
         return {side: state.tail.view() for side, state in self.sides.items()}
@@ -177,6 +197,20 @@ class DynamicStorage:
         The other side is then not packed either.
         """
         return all(self.sides[side].prepare(tails[side], first) for side in self._sides_by_need())
+
+    def _must_wait(self, tails: Mapping[Side, torch.Tensor], first: int, leaving: int, renews: bool) -> bool:
+        """True if `leaving` tokens cannot be packed yet: `close` packs them (`due`), or too few are there to measure.
+
+        renews: True if statistics that the keys have already are measured again.
+        """
+        watch = self.watch
+        if not (watch.least and self.sides["keys"].prepared):
+            renews = not self._learn(tails, first)
+            if not renews:
+                watch.measured(self.packed_tokens + leaving, in_step=False)
+        enough = tails["keys"].shape[2] >= watch.least
+        self.due = leaving if renews and enough else None
+        return renews
 
     def _sides_by_need(self) -> list[Side]:
         """Sides whose codec may need queries, then the others."""
@@ -235,8 +269,7 @@ class DynamicStorage:
         must_wait = False
         if self.windows.leaving(tail):
             self._check_packable(tails, leaving)
-            must_wait = not self._learn(tails, first)
-            self.due = leaving if must_wait else None
+            must_wait = self._must_wait(tails, first, leaving, renews=leaving >= self.watch.least)
         if leaving and not must_wait:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
@@ -261,15 +294,16 @@ class DynamicStorage:
 
     def _flush(self) -> None:
         """Pack the oldest tokens of the tails, if enough have left the recent window."""
-        leaving = self.windows.leaving(self.sides["keys"].tail.tokens)
+        tail, packed = self.sides["keys"].tail.tokens, self.packed_tokens
+        leaving = self.windows.leaving(tail)
         if not leaving:
             return
         tails = self._tails()
         if not all(state.prepared for state in self.sides.values()):
             self._check_packable(tails, leaving)
-        if not self._learn(tails, self.sides["keys"].sinks.shape[2]):
-            self.due = leaving
-        elif not self.backend.flush(self.sides, leaving, self.checks):
+        if self._must_wait(tails, self.sides["keys"].sinks.shape[2], leaving, renews=self.watch.is_due(packed)):
+            return
+        if not self.backend.flush(self.sides, leaving, self.checks):
             self._check_packable(tails, leaving)
             self._flush_tails(tails, leaving, growing=True)
 
@@ -295,6 +329,7 @@ class DynamicStorage:
                 state.crop(sinks, packed, self.windows.group)
             else:
                 state.tail.truncate(left - sinks - packed)
+        self.watch.crop(left)
         if self.due is not None:
             due = self.windows.leaving(keys.tail.tokens)
             self.due = min(self.due, due) if due else None
@@ -303,3 +338,4 @@ class DynamicStorage:
         """Replace every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""
         for state in self.sides.values():
             state.apply(change)
+        self.watch.apply(change)

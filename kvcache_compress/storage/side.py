@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvcache_compress.codecs.base import Codec, Prompt
+from kvcache_compress.codecs.base import Codec, Prompt, Statistics
 from kvcache_compress.codecs.device import on_device
-from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.rope import Rope
 
 from .checks import same_prompt
+from .eras import MOST_ERAS, Era, renewed, runs
 from .packed_store import PackedStore, TailBuffer
 from .shared.padding import PaddingRecord
 from .shared.rope_track import RopeTrack
@@ -63,7 +64,7 @@ class Windows:
 
 
 class SideState:
-    """Codec and `sinks | packed | tail` of one side."""
+    """Codecs and `sinks | packed | tail` of one side."""
 
     def __init__(
         self,
@@ -74,12 +75,19 @@ class SideState:
         track: RopeTrack | None,
         padding: PaddingRecord,
     ) -> None:
-        self.codec, self.backend, self.capacity = codec, backend, windows.capacity
+        self.eras: tuple[Era, ...] = (Era(0, codec),)
+        """Statistics of the packed tokens, oldest first; a new era makes a new tuple."""
+        self.backend, self.capacity = backend, windows.capacity
         self.track, self.padding = track, padding
         self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
         self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
         self.tail = TailBuffer(like, windows.recent + windows.flush)
         self.prepared = False
+
+    @property
+    def codec(self) -> Codec:
+        """Codec of the newest era, which encodes."""
+        return self.eras[-1].codec
 
     def prepare(self, x: torch.Tensor, first: int) -> bool:
         """Take the codec's statistics from stored tokens `x` `[B, H, T, D]`, unless it has them; padding is left out.
@@ -96,23 +104,34 @@ class SideState:
                 self.prepared = self.codec.per_prompt or self.codec.learn(x)
         return self.prepared
 
-    def observe(self, call: AttentionCall | None, recent: int) -> None:
-        """Take the codec's statistics from all tokens and the step's queries, unless it has them.
+    def observe(self, call: AttentionCall | None, recent: int, at: torch.Tensor | None = None) -> None:
+        """Take the codec's statistics from the tail and from queries; begin a new era if it has statistics already.
 
-        Call it before any token is packed. Rows that repeat one prompt, as for beams, count once.
+        A new era begins only if it pays. The queries belong to the last tokens or to the tokens `at`, int64 `[n]`. Rows
+        that repeat one prompt, as for beams, count once.
         """
-        if self.prepared:
-            return
-        x = self.tail.view()
+        x, packed = self.tail.view(), self.store.tokens
+        padding = None if packed else self.padding.rows
+        if call is not None and (packed or at is not None):
+            real = None if padding is None else padding.real(self.sinks.shape[2] + x.shape[2]).to(x.device)
+            call = replace(call, mask=Mask(real))
         rows = 1 if same_prompt(x) else len(x)
         whole = -(-x.shape[2] // self.codec.group) * self.codec.group
         offsets = None if self.track is None else self.track.first_positions(self.codec.group, x.device)
         with on_device(x), torch.no_grad():
-            rope = self.rope(0, whole)
+            rope = self.rope(packed, packed + whole)
             if rows < len(x):
                 x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
                 call = None if call is None else call.first_rows(rows)
-            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, offsets, call, self.padding.rows))
+            at = None if at is None else at - packed
+            prompt = Prompt(self.sinks[:rows], x, recent, rope, offsets, call, padding, at)
+            if not self.prepared:
+                self.codec.observe(prompt)
+            elif call is None or len(self.eras) == MOST_ERAS:
+                return
+            elif (codec := renewed(self.codec, prompt)) is not None:
+                self.codec.__dict__.pop("kernel_encoder", None)  # it encodes no more
+                self.eras = (*(era for era in self.eras if era.start < packed), Era(packed, codec))
         self.prepared = True
 
     @property
@@ -124,18 +143,21 @@ class SideState:
         return None if self.track is None else self.track.read(start, stop)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Decode packed tokens `[start, stop)`, whole groups, to float32 `[B, H, stop - start, D]`."""
+        """Decode packed tokens `[start, stop)`, whole groups of one era, to float32 `[B, H, stop - start, D]`."""
+        [(codec, _, _)] = runs(self.eras, start, stop)
         device = self.codec.context.device
         fields = tuple(field.to(device) for field in self.store.read(start, stop))
         with on_device(fields[0]):
-            return self.codec.decode(fields, self.rope(start, stop))
+            return codec.decode(fields, self.rope(start, stop))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return tokens (without spare capacity) and statistics under their names in saved files."""
         fields = zip(self.store.fields, self.store.read(0, self.store.tokens), strict=True)
         held = {"sinks": self.sinks, "tail": self.tail.view()}
         held |= {f"packed.{field.name}": stored for field, stored in fields}
-        return held | {f"statistics.{name}": x for name, x in self.codec.statistics.items()}
+        return held | {
+            f"statistics.{era.start}.{name}": x for era in self.eras for name, x in era.codec.statistics.items()
+        }
 
     def restore(self, tensors: Mapping[str, torch.Tensor], packed: int, prepared: bool) -> None:
         """Fill a new side with copies of another side's `tensors()`."""
@@ -144,11 +166,17 @@ class SideState:
         self.store.append(tuple(tensors[f"packed.{field.name}"] for field in self.store.fields), packed, growing=False)
         self.tail.replace(tensors["tail"])
         self.prepared = prepared
+        by_start: dict[int, Statistics] = {0: {}}
+        for name, x in tensors.items():
+            if name.startswith("statistics."):
+                _, first, part = name.split(".")
+                by_start.setdefault(int(first), {})[part] = x.to(device, copy=True)
+        if not all(start < max(1, packed) and start % self.codec.group == 0 for start in by_start):
+            raise ValueError(f"damaged: its eras begin at tokens {sorted(by_start)} of {packed}")
         if prepared:
-            own = {name: x for name, x in tensors.items() if name.startswith("statistics.")}
-            self.codec.set_statistics(
-                {name.removeprefix("statistics."): x.to(device, copy=True) for name, x in own.items()}
-            )
+            self.eras = tuple(Era(start, copy.copy(self.codec)) for start in sorted(by_start))
+            for start, codec in self.eras:
+                codec.set_statistics(by_start[start])
 
     def widen(self, dtype: torch.dtype) -> None:
         self.sinks = self.sinks.to(dtype)
@@ -159,7 +187,7 @@ class SideState:
         packed = self.store.tokens if packed is None else packed
         tail, tokens = (self.tail.buffer, self.tail.tokens) if tail is None else (tail, tail.shape[2])
         return View(
-            self.sinks, self.store, packed, tail, tokens, self.codec, self.track, padding=self.padding.rows,
+            self.sinks, self.store, packed, tail, tokens, self.eras, self.track, padding=self.padding.rows,
             backend=self.backend, capacity=self.capacity,
         )  # fmt: skip
 
@@ -178,6 +206,7 @@ class SideState:
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
         self.store = copy.copy(self.store)  # views still in use keep the old one
         self.store.truncate(whole)
+        self.eras = tuple(era for era in self.eras if era.start < max(1, whole))
         self.sinks = self.sinks[:, :, :sinks]
 
 

@@ -101,7 +101,7 @@ class StaticStorage:
         keys, values = (
             View(
                 buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
-                state.codec, state.track, slots, state.padding.rows, self.backend, windows.capacity,
+                state.eras, state.track, slots, state.padding.rows, self.backend, windows.capacity,
             )
             for side, state in self._carrier.sides.items()
         )  # fmt: skip

@@ -19,6 +19,7 @@ from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 
 from .decoded import Origin
+from .eras import Era, runs
 from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
 from .shared.slots import Slots
@@ -79,6 +80,7 @@ class View:
         packed: number of packed tokens of this step; in a static layer on a GPU, the packed capacity.
         tail_buffer: `[B, H, capacity, D]`, of which the first `tail_tokens` are the tail; contiguous except in a first
             prompt.
+        eras: statistics of the packed tokens, oldest first.
         track: cos and sin of the packed groups, if the codec needs them.
         slots: slots of a static layer, if the view covers all slots, filled or not.
         padding: left padding of the rows, whose first tokens have swapped with it; None if there is none.
@@ -93,7 +95,7 @@ class View:
     packed: int
     tail_buffer: torch.Tensor
     tail_tokens: int
-    codec: Codec
+    eras: tuple[Era, ...]
     track: RopeTrack | None = None
     slots: Slots | None = None
     padding: LeftPadding | None = None
@@ -105,6 +107,11 @@ class View:
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """State of a copy, which is tied to no layer."""
         return None, {field.name: getattr(self, field.name) for field in fields(self)} | {"owner": None}
+
+    @property
+    def codec(self) -> Codec:
+        """Codec of the newest era."""
+        return self.eras[-1].codec
 
     @property
     def side(self) -> Side:
@@ -231,9 +238,10 @@ class View:
         stop = start + out.shape[2]
         for begin in range(start, stop, DECODE_CHUNK_TOKENS):
             end = min(begin + DECODE_CHUNK_TOKENS, stop)
-            with on_device(out):
-                part = self.codec.decode(self.store.read(begin, end), self.rope(begin, end))
-            out[:, :, begin - start : end - start] = part
+            for codec, first, last in runs(self.eras, begin, end):
+                with on_device(out):
+                    part = codec.decode(self.store.read(first, last), self.rope(first, last))
+                out[:, :, first - start : last - start] = part
 
     def release(self, kept: int | None) -> bool:
         """Copy the tokens that the layer is about to change; True if packed tokens had to be copied too.

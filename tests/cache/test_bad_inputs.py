@@ -77,7 +77,7 @@ def use(cache: CompressedCache) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_options(method: str) -> None:
+def test_options(method: str, one_era: None) -> None:
     """Options of every method with values of every kind are refused, or the cache works."""
     base = method_config(method)
     found = []
@@ -256,7 +256,7 @@ def test_crop_that_a_sliding_layer_cannot_follow() -> None:
     model = family_cases.model("gemma3")
     cache = CompressedCache(model.config, family_cases.method_config("gemma3", "turboquant"))
     with torch.no_grad():
-        model(input_ids=torch.ones(2, 60, dtype=torch.long), **with_cache(cache))
+        model(input_ids=torch.ones(2, 100, dtype=torch.long), **with_cache(cache))
     before = contents(cache)
     assert cache.packed_tokens > 0
     assert "cannot be cropped" in outcome(lambda: cache.crop(-3))

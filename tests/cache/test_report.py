@@ -176,7 +176,7 @@ GROWING = {name: method_config(name) for name in METHODS if name != "commvq"} | 
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_memory_grows_as_estimated(name: str) -> None:
+def test_memory_grows_as_estimated(name: str, one_era: None) -> None:
     """Over 2,000 tokens all bytes held are in the report, and bytes in use equal those computed from the shape."""
     batch, heads, dim, layers, step = 1, 2, 32, CONTRACT_MODEL["num_hidden_layers"], 5
     config = load_config({**GROWING[name], "sink_tokens": SINKS, "recent_tokens": 64})
@@ -215,10 +215,10 @@ CASES = declared("CONTRACT") | {name: {"keys": side, "values": side} for name, s
 
 @pytest.mark.parametrize(("tokens", "kernels"), [(20, False), (80, False), (80, True)])
 @pytest.mark.parametrize("name", CASES)
-def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: bool) -> None:
+def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: bool, one_era: None) -> None:
     """Every tensor reachable from a side is a segment, a store's buffer or counted as a constant, none of them twice.
 
-    This holds before and after the first tokens are packed. Tables that both sides share count in each.
+    This holds before and after the first tokens are packed.
     """
     model = LlamaConfig(**CONTRACT_MODEL)
     if kernels:
@@ -233,4 +233,4 @@ def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: b
                 side.tables_as(torch.float16)
     report = cache.memory_report()
     assert (report.packed_tokens > 0) == (tokens == 80)
-    assert sum(held_bytes(state) for state in layer.sides.values()) == report.total_bytes
+    assert held_bytes(list(layer.sides.values())) == report.total_bytes

@@ -19,6 +19,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_later_statistics(one_era: None) -> None:
+    """Short prompts are packed, as the oracle does."""
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> LlamaForCausalLM:
     """3 layers, 6 query and 2 key/value heads of 32; weights so large that attention matters."""

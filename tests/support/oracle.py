@@ -26,9 +26,9 @@ from support.cache_name import with_cache
 from support.method_cases import declared
 
 ROUNDING = 1e-4
-FLIP = 5e-3
-"""Largest change of a logit by one flipped code: a sign of QJL changes it by up to 4e-3 in these models, while packing
-all tokens changes most logits by more than 1e-2."""
+FLIP = 6e-3
+"""Largest change of a logit by one flipped code: a sign of QJL changes it by up to 4e-3 in these models, another scale
+of a spectral key by 5.8e-3, while packing all tokens changes most logits by more than 1e-2."""
 FLIPPED = 0.05
 """Share of the logits that may differ by more than rounding: a token whose scale or trellis path is a near tie gets
 other codes throughout, each about as good."""

@@ -253,7 +253,7 @@ def spectral_side(
     means, places: factors of the mean key at each place in a group, `[H, rank, D]` and `[H, group, rank]`.
     """
     device, dim, rope = context.device, context.head_dim, context.rope
-    chosen = digits.channels[..., None].expand(*digits.channels.shape, dim)
+    chosen = digits.channels.long()[..., None].expand(*digits.channels.shape, dim)
     by_digit = directions.gather(1, chosen)
     of_parts, rows, factors = [], [], []
     first = digit = 0

@@ -261,11 +261,11 @@ def spectral_encoder(
     )  # fmt: skip
     order = torch.tensor(rope.order if rope else range(dim), dtype=torch.int32, device=device)
     padding = (0, pieces * PIECE.value - dim)
-    kind, deviation = functional.pad(digits.kind, padding), functional.pad(deviation, padding, value=1.0)
+    kind, deviation = functional.pad(digits.kind.long(), padding), functional.pad(deviation, padding, value=1.0)
     depth = torch.tensor(points.bits, device=device)[kind].unflatten(1, (pieces, -1)).amax(-1) - 1
     coded = (kind > 0).sum(-1, keepdim=True).clamp_min(1)
     steps = torch.cat([coded, depth.clamp_min(0)], 1)
-    numbers = (kind * POINTS.value, steps, *_positive(points), digits.channels, digits.shifts)
+    numbers = (kind * POINTS.value, steps, *_positive(points), digits.channels.long(), digits.shifts.long())
     tables = (
         order, places, means, encoding, deviation,
         *(x.to(torch.int32) if x.dtype == torch.int64 else x for x in numbers),

@@ -108,9 +108,9 @@ class DigitCodes(NamedTuple):
     """Digits of a layer's heads, in the order in which they are stored.
 
     Attributes:
-        kind: int64 `[H, D]`, each channel's row in `tables`.
-        channels: int64 `[H, n₂ + n₁]`, channel of each digit, 2-bit digits first.
-        shifts: int64 `[H, n₂ + n₁]`, bit position of each digit in its channel's code.
+        kind: uint8 `[H, D]`, each channel's row in `tables`.
+        channels: int16 `[H, n₂ + n₁]`, channel of each digit, 2-bit digits first.
+        shifts: uint8 `[H, n₂ + n₁]`, bit position of each digit in its channel's code.
         weights: float32 `[H, n₂ + n₁]`, factor of each digit's level.
         counts: n₂ and n₁.
     """
@@ -124,9 +124,8 @@ class DigitCodes(NamedTuple):
 
 def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
     """Allocate digits to channels with standard deviations `[H, D]`."""
-    twos, ones = split_bits(allocate_bits(deviation, counts), counts)
     rows, kinds, by_head = list(WEIGHTS), [], []
-    for head in torch.stack([twos, ones], -1).tolist():
+    for head in torch.stack(split_bits(allocate_bits(deviation, counts), counts), -1).tolist():
         digits: tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]] = ([], [])
         kinds.append([rows.index((n2, n1)) for n2, n1 in head])
         for channel, kind in enumerate(tuple(pair) for pair in head):
@@ -134,11 +133,12 @@ def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
                 place = 2 * min(i, kind[0]) + max(0, i - kind[0])
                 digits[i >= kind[0]].append((channel, place, weight))
         by_head.append([*digits[0], *digits[1]])
-    channels, shifts = (
-        torch.tensor([[digit[part] for digit in head] for head in by_head], device=deviation.device) for part in (0, 1)
+    channels, shifts, weights = (
+        torch.tensor([[digit[part] for digit in head] for head in by_head], dtype=dtype, device=deviation.device)
+        for part, dtype in enumerate((torch.int16, torch.uint8, torch.float32))
     )
-    weights = torch.tensor([[digit[2] for digit in head] for head in by_head], device=deviation.device)
-    return DigitCodes(torch.tensor(kinds, device=deviation.device), channels, shifts, weights, counts)
+    of_channels = torch.tensor(kinds, dtype=torch.uint8, device=deviation.device)
+    return DigitCodes(of_channels, channels, shifts, weights, counts)
 
 
 @lru_cache(maxsize=1)
@@ -195,7 +195,7 @@ def quantize(
     `factors`, in units of the token's RMS over channels with bits, and those with the least error are kept. Sums are in
     float64, so that all back ends break ties alike.
     """
-    points, bounds, code_of = (table[digits.kind] for table in tables[:3])
+    points, bounds, code_of = (table[digits.kind.long()] for table in tables[:3])
     z, energy = y / deviation[:, None], y.double().square().sum(-1)
     coded = (digits.kind > 0).sum(-1).clamp_min(1)
     rms = (z.double().square().sum(-1) / coded[:, None]).sqrt().float().clamp_min(1e-12)
@@ -212,7 +212,8 @@ def quantize(
         ]
     _, scale, nearest = best
     shape = *nearest.shape[:-1], digits.channels.shape[-1]
-    codes = _of_channel(code_of, nearest).gather(-1, digits.channels[:, None].expand(shape)) >> digits.shifts[:, None]
+    channels = digits.channels.long()[:, None].expand(shape)
+    codes = _of_channel(code_of, nearest).gather(-1, channels) >> digits.shifts.long()[:, None]
     twos = digits.counts.twos
     planes = packing.pack(codes[..., :twos] & 3, 2) if twos else ()
     return *planes, *packing.pack(codes[..., twos:] & 1, 1), scale.float()

@@ -10,7 +10,7 @@ stores one scalar, whose scale the encoder searches for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,14 +19,13 @@ from pydantic import Field as Limits
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Prompt, Rope, RopeUse, Side, Statistics
+from kvcache_compress.codecs.device import on_cpu
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
 from kvcache_compress.codecs.quantizers.digits import (
     MOST_BITS,
     SEARCHED,
     DigitCodes,
-    DigitCounts,
-    allocate_bits,
     digit_codes,
     digit_counts,
     quantize,
@@ -39,6 +38,7 @@ from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 
+from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import prompt_statistics
 from .statistics_file import RANK, check_model, load_layer, read_statistics
@@ -49,10 +49,14 @@ if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
+MEAN_UNIT = 8.0
+"""Divides one factor of the table of means and multiplies the other, so that both fit 16 bits."""
 GROUP = 64
 """Default number of tokens per anchor."""
-PREFILL = "prefill"
-"""Value of the option `statistics` that measures them on the first prompt."""
+MAX_KERNEL_DIM = 256
+"""Largest head dimension of the Triton encoder."""
+TEXT = "text"
+"""Value of the option `statistics` that measures them on the cached text."""
 
 
 class SpectralOptions(MethodOptions):
@@ -60,21 +64,19 @@ class SpectralOptions(MethodOptions):
 
     Attributes:
         bits: code bits per number, averaged over the channels, 0.5 to 6; they must make whole bytes.
-        statistics: `prefill` to measure them on the first prompt, or the path of the model's file from
+        statistics: `text` to measure them on the cached text, or the path of the model's file from
             `kvcache-compress calibrate --method spectral`.
         any_model: accept a file of a model with another name if dimensions and RoPE agree.
-        group: tokens per anchor with `prefill`: 32, 64 (default) or 128; a file has its own.
+        group: tokens per anchor with `text`: 32, 64 (default) or 128; a file has its own.
     """
 
     bits: Annotated[float, Limits(ge=0.5, le=MOST_BITS)] = 2.0
-    statistics: Annotated[str, BeforeValidator(lambda given: PREFILL if given is None else given)] = PREFILL
+    statistics: Annotated[str, BeforeValidator(lambda given: TEXT if given is None else given)] = TEXT
     any_model: bool = False
     group: Literal[32, 64, 128] | None = None
 
     def idle(self) -> dict[str, str]:
-        return (
-            {"any_model": "a file of statistics"} if self.statistics == PREFILL else {"group": "statistics='prefill'"}
-        )
+        return {"any_model": "a file of statistics"} if self.statistics == TEXT else {"group": "statistics='text'"}
 
 
 @register_method
@@ -90,32 +92,43 @@ class SpectralCodec(LinearCodec):
         super().__init__(options, context)
         self.counts = digit_counts(options.bits, context.head_dim)
         device = context.device
-        self.digit_levels = two_bit_levels().to(device), torch.tensor([-1.0, 1.0], device=device)
-        self._tables = tuple(packing.level_table(x, bits) for x, bits in zip(self.digit_levels, (2, 1), strict=True))
+        self.digit_levels, self._tables = _level_tables(device)
         rope = context.rope
         self._order = torch.tensor(range(context.head_dim) if rope is None else rope.order, device=device)
         """Channels in the order of `RopeLayout.order`, int64 `[D]`."""
         file = _file(options)
         if file is not None:
             heads = file.local_heads(context.heads, context.head_dim)
-            tensors = load_layer(file, context.layer, device)
+            tensors = _of_file(file, context.layer, device, heads.start, heads.stop)
             if file.facts.rope and context.rope is None:
                 raise ValueError("spectral needs the model's rotary position embeddings, with which it was calibrated")
-            self._build({part: x[heads] for part, x in tensors.items()})
-
-    def _build(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set everything that depends on a layer's tensors; `statistics_file.py` lists them."""
-        self._use(_coded(tensors, self.counts))
+            self._use(tensors)
 
     def _use(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.deviation = tensors["deviation"]
+        """Set everything that depends on a layer's tensors, as `_coded` makes them."""
+        self.deviation, self.means, self.places = (tensors[name] for name in ("deviation", "means", "places"))
         self.digits = digit_codes(self.deviation, self.counts)
-        self.means, self.places = tensors["means"], tensors["places"]
-        self.encode_basis = tensors["encoding"]
-        """Maps x to its channels, float32 `[H, D, D]`; zero for channels without bits."""
-        self.inverse = tensors["directions"]
-        """Maps channels, in units of their deviation, back to x, float32 `[H, D, D]`, rounded to 11 bits for float16
-        kernels."""
+        self.directions, self.lengths = tensors["directions"], tensors["lengths"]
+        self._encode_basis: torch.Tensor | None = None
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """Maps channels, in units of their deviation, back to x, float32 `[H, D, D]`, exact in 11 bits."""
+        return self.directions.float() * self.lengths[..., None]
+
+    @property
+    def encode_basis(self) -> torch.Tensor:
+        """Maps x to its channels, float32 `[H, D, D]`; zero for channels without bits.
+
+        It is computed at each use, because it is larger than all that attention reads, and kept only for heads that no
+        kernel encodes, since a CUDA graph cannot compute it.
+        """
+        if self._encode_basis is not None:
+            return self._encode_basis
+        coded = self.deviation * (self.ready_digits().kind > 0)
+        basis = (torch.linalg.inv(self.inverse.double()) * coded[:, None]).float()
+        self._encode_basis = basis if self.context.head_dim > MAX_KERNEL_DIM else None
+        return basis
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
         """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
@@ -130,7 +143,7 @@ class SpectralCodec(LinearCodec):
 
     def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> Statistics:
         costs = getattr(self.native, "attention_costs", attention_costs)
-        return _coded(prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet), self.counts)
+        return _coded(prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet))
 
     def set_statistics(self, statistics: Statistics) -> None:
         if _file(self.options) is None:
@@ -159,6 +172,10 @@ class SpectralCodec(LinearCodec):
         return file is not None and bool(file.facts.rope)
 
     @property
+    def least_tokens(self) -> int:
+        return prefill.LEAST_TOKENS if self.may_need_queries else 0
+
+    @property
     def may_need_queries(self) -> bool:
         return _file(self.options) is None
 
@@ -181,18 +198,18 @@ class SpectralCodec(LinearCodec):
     def constant_size(cls, options: SpectralOptions, side: Side, head_dim: int, heads: int) -> int:
         """Bytes of one layer's bases, means and tables, which do not depend on the statistics."""
         group = cls.layout(options, side, head_dim)[-1].tokens
-        plain = options.model_copy(update={"statistics": PREFILL, "group": group})
+        plain = options.model_copy(update={"statistics": TEXT, "group": group})
         device = torch.device("cpu")
         codec = cls(plain, CodecContext(side, head_dim, heads, 0, 0, 0, torch.float32, device))
         basis = torch.eye(head_dim).repeat(heads, 1, 1)
         mean = {"means": torch.zeros(heads, RANK, head_dim), "places": torch.zeros(heads, group, RANK)}
-        codec._build({"basis": basis, "inverse": basis, "deviation": torch.ones(heads, head_dim), **mean})
+        codec._use(_coded({"inverse": basis, "deviation": torch.ones(heads, head_dim), **mean}))
         return codec.constant_bytes()
 
     def ready_basis(self) -> torch.Tensor:
         """Rows of the digits, float32 `[H, W, D]`; rebuilt at each call, because no kernel keeps them."""
         digits = self.ready_digits()
-        rows = digits.channels[..., None].expand(digits.channels.shape + self.inverse.shape[-1:])
+        rows = digits.channels.long()[..., None].expand(digits.channels.shape + self.directions.shape[-1:])
         return self.inverse.gather(1, rows) * digits.weights[..., None]
 
     def ready_digits(self) -> DigitCodes:
@@ -200,7 +217,10 @@ class SpectralCodec(LinearCodec):
 
     def _mean_table(self) -> torch.Tensor:
         """Mean key at each position in a group, float32 `[H, group, D]`."""
-        return self.places @ self.means
+        return self.places.float() @ self.means.float()
+
+    def _mean_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.means.float(), self.places.float()
 
     def _anchors(self, rope: Rope | None) -> Rope | None:
         """cos and sin of each group's first token, `[B, groups, rotary]`; None for a model without RoPE."""
@@ -238,10 +258,11 @@ class SpectralCodec(LinearCodec):
         from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
         digits = self.ready_digits()
-        maps = [self.inverse, self.means]
+        maps = [self.directions, self.means]
         if self._order.diff().ne(1).any():
             maps = [x[..., self._order] for x in maps]
-        tables = (*self.digit_levels, *maps, self.places, self._order, digits.channels, digits.weights)
+        weights = digits.weights * self.lengths.gather(1, digits.channels.long())
+        tables = (*self.digit_levels, *maps, self.places, self._order, digits.channels, weights)
         return CPUSide("digits", (self.group, *self.counts), tables)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -275,27 +296,47 @@ class SpectralCodec(LinearCodec):
         from kvcache_compress.triton_kernels.decode.spectral import spectral_side
 
         digits, (levels, _) = self.ready_digits(), self.digit_levels
-        return spectral_side(self.context, self.group, digits, levels, self.inverse, self.means, self.places)
+        return spectral_side(self.context, self.group, digits, levels, self.inverse, *self._mean_factors())
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.spectral import spectral_encoder
 
         digits, keys = self.ready_digits(), (self.encode_basis, self.deviation)
-        return spectral_encoder(self.context, self.group, digits, *keys, self.means, self.places)
+        return spectral_encoder(self.context, self.group, digits, *keys, *self._mean_factors())
 
 
-def _coded(tensors: Mapping[str, torch.Tensor], counts: DigitCounts) -> Statistics:
-    """A layer's tensors as the codec uses them: a basis, zero for channels without bits, and its scaled inverse."""
-    has_bits = allocate_bits(tensors["deviation"], counts) > 0
-    mantissa, exponent = torch.frexp(tensors["inverse"] * tensors["deviation"][..., None])
+def _coded(tensors: Mapping[str, torch.Tensor]) -> Statistics:
+    """A layer's tensors of `statistics_file.py`, in 16 bits: what attention reads, and no more.
+
+    `directions` are the rows of the inverse basis times their deviations, divided by powers of two, the `lengths`.
+    """
+    rows = tensors["inverse"] * tensors["deviation"][..., None]
+    lengths = torch.ldexp(torch.ones_like(rows[..., 0]), torch.frexp(rows.abs().amax(-1)).exponent)
     return {
-        "encoding": torch.where(has_bits[:, None], tensors["basis"], 0.0),
-        "directions": torch.ldexp((mantissa * 2**11).round() / 2**11, exponent).contiguous(),
-        **{name: tensors[name] for name in ("deviation", "means", "places")},
+        "directions": (rows / lengths[..., None]).half().contiguous(),
+        "lengths": lengths,
+        "deviation": tensors["deviation"],
+        "means": (tensors["means"] * MEAN_UNIT).half(),
+        "places": (tensors["places"] / MEAN_UNIT).half(),
     }
+
+
+@lru_cache(maxsize=256)
+def _of_file(file: ModelFile, layer: int, device: torch.device, start: int, stop: int) -> Statistics:
+    """Tensors of some heads of a layer, shared by all caches that use the file."""
+    return _coded({part: x[start:stop] for part, x in load_layer(file, layer, device).items()})
+
+
+@lru_cache(maxsize=8)
+@on_cpu
+def _level_tables(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Levels of digits of two bits and of one, and their tables for `packing.look_up`."""
+    with torch.inference_mode(False):  # the cached tables must also work outside of inference mode
+        levels = two_bit_levels().to(device), torch.tensor([-1.0, 1.0]).to(device)
+        return levels, tuple(packing.level_table(x, bits) for x, bits in zip(levels, (2, 1), strict=True))
 
 
 def _file(options: SpectralOptions) -> ModelFile | None:
     """The statistics file, or None if statistics are measured on the first prompt."""
-    return None if options.statistics == PREFILL else read_statistics(options.statistics)
+    return None if options.statistics == TEXT else read_statistics(options.statistics)

@@ -15,8 +15,8 @@ from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSum
 from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
-FEW_TOKENS = 4
-"""Tokens per head dimension below which statistics are poor."""
+LEAST_TOKENS = 256
+"""Fewest tokens to measure; fewer stay dense in growing caches."""
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
 """Keys and queries per head dimension at which measured moments get half the weight; tuned on SmolLM2's KL after 144
 tokens."""
@@ -34,24 +34,21 @@ def _warn_of_queries() -> None:
 
 
 @cache
-def _warn_of_few_tokens(tokens: int, queries: int) -> None:
+def _warn_of_few_tokens() -> None:
     logger.warning(
-        "statistics of spectral were measured on fewer than %d tokens or %d queries, so its bits are partly spread "
-        "evenly, which loses more: begin with a longer prompt, or calibrate the model (kvcache-compress calibrate "
-        "--method spectral)",
-        tokens,
-        queries,
+        "statistics of spectral were measured on fewer than %d tokens, because a static cache measures its first "
+        "prompt however short: it loses more than with a longer prompt, a cache that grows, or a calibrated model "
+        "(kvcache-compress calibrate --method spectral)",
+        LEAST_TOKENS,
     )
 
 
 def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
-    """Warn once if this prompt has no queries, few queries or few tokens."""
-    head_dim = prompt.keys.shape[-1]
-    least = FEW_TOKENS * head_dim, round(HALF_QUERIES * head_dim)
+    """Warn once if this prompt has no queries or few tokens."""
     if prompt.queries is None:
         _warn_of_queries()
-    elif sums.tokens < least[0] or sums.sampled < least[1]:
-        _warn_of_few_tokens(*least)
+    elif sums.tokens < LEAST_TOKENS and prompt.at is None:
+        _warn_of_few_tokens()
 
 
 def prompt_statistics(
@@ -97,11 +94,16 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
             torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], none, 1.0, costs=costs
         )
         if seen is not None:
-            count, begin = seen.query.shape[2], padding[min(row, len(padding) - 1)]
-            at = sampled_positions(tokens, count, begin + sinks + prompt.recent).to(keys.device)
+            count, begin = seen.query.shape[2], padding[min(row, len(padding) - 1)] + sinks + prompt.recent
+            if prompt.at is None:
+                at = sampled_positions(tokens, count, begin).to(keys.device)
+                query = seen.query[row][:, at - (tokens - count)]
+            else:
+                known = prompt.at >= begin
+                at, query = prompt.at[known], seen.query[row][:, known]
             mask, counted = seen.mask.of_queries(row, at, count, tokens, prompt.padding, sinks)
             window = replace(
-                window, query=seen.query[row][:, at - (tokens - count)], at=at, mask=mask, counted=counted,
+                window, query=query, at=at, mask=mask, counted=counted,
                 scaling=seen.scaling, softcap=seen.softcap, s_aux=seen.s_aux,
             )  # fmt: skip
         yield window

@@ -14,6 +14,7 @@ import torch
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.storage.eras import Era
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.view import View
 from support.kernels.device import DEVICE
@@ -96,6 +97,6 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
             store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)
         buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
         buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]
-        return View(tokens[:, :, :sinks].contiguous(), store, packed, buffer, tail, codec, track)
+        return View(tokens[:, :, :sinks].contiguous(), store, packed, buffer, tail, (Era(0, codec),), track)
 
     return make

@@ -29,7 +29,7 @@ def cases(codebooks: str, statistics: str) -> Iterator[tuple[str, bool, dict[str
         if name == "commvq":
             yield name, False, config
     first_prompt = method_config("spectral")
-    first_prompt["keys"] |= {"statistics": "prefill", "group": 32}
+    first_prompt["keys"] |= {"statistics": "text", "group": 32}
     yield "spectral-prefill", True, first_prompt
 
 
@@ -43,9 +43,10 @@ class Found(NamedTuple):
 
 
 def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
-    """Generate 16 tokens after a prompt with padding."""
+    """Generate 16 tokens after a prompt with padding, long enough for statistics of the text."""
     (enable_fused_attention if fused else disable_fused_attention)(model)
-    ids = torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
+    tokens = 300 if isinstance(config, dict) and config["keys"].get("statistics") == "text" else 60
+    ids = torch.randint(1, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     cache = CompressedCache(model.config, config)

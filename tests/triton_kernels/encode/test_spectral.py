@@ -19,7 +19,7 @@ from kvcache_compress.codecs.base import Codec
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 
 Make = Callable[..., Codec]
-PREFILL = {"statistics": "prefill", "group": 32}
+TEXT = {"statistics": "text", "group": 32}
 
 
 def factors(layout: RopeLayout, tokens: int, group: int) -> Rope:
@@ -58,7 +58,7 @@ def test_partial_rotary_in_any_order(rotary: int, make_codec: Make) -> None:
 
 
 def test_without_rope(make_codec: Make) -> None:
-    codec: Any = make_codec("spectral", PREFILL, "keys", 64)
+    codec: Any = make_codec("spectral", TEXT, "keys", 64)
     codec.context = replace(codec.context, rope=None)
     torch.manual_seed(0)
     x = torch.randn(2, 2, 64, 64)
@@ -69,7 +69,7 @@ def test_without_rope(make_codec: Make) -> None:
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
 def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> None:
     """Channels of ranges from 1 to 300, one with a mean fifty times its deviation; new statistics make new tables."""
-    codec = make_codec("spectral", {**PREFILL, "bits": 3}, "keys", 64)
+    codec = make_codec("spectral", {**TEXT, "bits": 3}, "keys", 64)
     torch.manual_seed(0)
     rope = factors(half_layout(64), 64, 32)
     for seed in range(2):
@@ -82,7 +82,7 @@ def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> 
 
 def test_zeros_and_outliers(make_codec: Make) -> None:
     """A key whose channels are all zero, and one that is a thousand times as long as usual, are coded as in torch."""
-    codec = make_codec("spectral", {**PREFILL, "bits": 2}, "keys", 64)
+    codec = make_codec("spectral", {**TEXT, "bits": 2}, "keys", 64)
     torch.manual_seed(0)
     x = torch.randn(2, 2, 64, 64)
     codec.prepare(x - x.mean((0, 2), keepdim=True))
@@ -99,7 +99,7 @@ def test_zeros_and_outliers(make_codec: Make) -> None:
 
 def test_digits_by_hand(make_codec: Make) -> None:
     """Equal channels of one bit are signs, and the scale is what makes ±0.79788 of them."""
-    codec: Any = make_codec("spectral", {**PREFILL, "bits": 1}, "keys", 16)
+    codec: Any = make_codec("spectral", {**TEXT, "bits": 1}, "keys", 16)
     codec.context = replace(codec.context, rope=None)
     eye, none = torch.eye(16).repeat(2, 1, 1), {"means": torch.zeros(2, 16, 16), "places": torch.zeros(2, 32, 16)}
     codec._build({"basis": eye, "inverse": eye, "deviation": torch.ones(2, 16), **none})

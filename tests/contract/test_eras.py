@@ -1,0 +1,178 @@
+"""Caches with several eras: attention over all of them, and what happens to them in operations on the cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cache_name import with_cache
+from support.models.small_model import small_model
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaForCausalLM
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
+from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.methods.spectral import prefill
+from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
+from kvcache_compress.storage import eras, side
+from kvcache_compress.storage.eras import Era, runs
+
+METHODS: dict[str, dict[str, Any]] = {
+    "spectral": {"method": "spectral", "bits": 3, "group": 32},
+    "turboquant": {"method": "turboquant", "bits": 3, "center": "on"},
+    "qjl": {"method": "qjl", "center": "on"},
+}
+LEAST = 64
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    found = small_model(2, vocab_size=64, hidden_size=128, num_attention_heads=4)
+    enable_fused_attention(found)
+    return found
+
+
+@pytest.fixture
+def one_era() -> None:
+    """The other contract tests' fixture, not wanted here."""
+
+
+@pytest.fixture(autouse=True)
+def _short_eras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(prefill, "LEAST_TOKENS", LEAST)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every measurement begins an era."""
+
+    def renewed(codec: Codec, prompt: Prompt) -> Codec:
+        fresh = copy.copy(codec)
+        fresh.observe(prompt)
+        return fresh
+
+    monkeypatch.setattr(side, "renewed", renewed)
+
+
+def cache_of(model: Any, method: str, **options: Any) -> CompressedCache:
+    config = {"keys": METHODS[method], "values": {"method": "turboquant", "bits": 4}, "backend": "torch"}
+    return CompressedCache(model.config, {**config, "sink_tokens": 4, "recent_tokens": 16, **options})
+
+
+def feed(model: Any, cache: Any, *sizes: int, seed: int = 0) -> torch.Tensor:
+    """Logits of the last of random chunks of these sizes; each chunk has tokens of its own kind."""
+    generator = torch.Generator().manual_seed(seed)
+    for number, size in enumerate(sizes):
+        first = 32 * (number % 2)
+        ids = torch.randint(first, first + 32, (2, size), generator=generator)
+        logits = model(ids, **with_cache(cache)).logits
+    return torch.as_tensor(logits)
+
+
+def starts(cache: CompressedCache) -> list[int]:
+    return [era.start for era in cache.layers[1].sides["keys"].eras]
+
+
+def decoded(cache: CompressedCache, tokens: int | None = None) -> list[torch.Tensor]:
+    return [x[:, :, :tokens].clone() for layer in cache.layers for x in (layer.keys, layer.values)]
+
+
+def equal(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_attention_over_eras(model: Any, method: str, backend: str, always: None) -> None:
+    """A step attends to keys that each era's codec decodes, and those of an era stay as they were."""
+    cache = cache_of(model, method, backend=backend)
+    feed(model, cache, 200)
+    before = decoded(cache, 160)
+    feed(model, cache, 170, 150)
+    assert len(starts(cache)) == 3
+    assert equal(decoded(cache, 160), before)
+    layer = cache.layers[1]
+    keys, values = layer.views()
+    query = torch.randn(2, 4, 3, 32, generator=torch.Generator().manual_seed(1))
+    call = AttentionCall.of(query, scaling=0.3)
+    count = keys.tokens
+    seen = torch.ones(3, count, dtype=torch.bool).tril(count - 3)
+    expected = scaled_dot_product_attention(
+        query, keys.dense(), values.dense(), attn_mask=seen, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(keys.attend(call, values).transpose(1, 2), expected, atol=2e-4, rtol=0)
+    assert all(one.codec is not other.codec for one, other in zip(keys.eras[1:], keys.eras, strict=False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_operations(model: Any, method: str, always: None, tmp_path: Path) -> None:
+    """Saved, copied and reordered caches keep their eras and go on bit for bit; a crop drops those that it empties."""
+    cache = cache_of(model, method)
+    feed(model, cache, 200, 170)
+    began = starts(cache)
+    assert len(began) == 2
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model.config)
+    twin = copy.deepcopy(cache)
+    assert starts(loaded) == starts(twin) == began
+    logits = [feed(model, one, 1, 150, seed=1) for one in (cache, loaded, twin)]
+    assert equal(logits[1:], logits[:1] * 2)
+    assert [len(starts(one)) for one in (cache, loaded, twin)] == [3, 3, 3]
+    rows = decoded(twin)
+    twin.reorder_cache(torch.tensor([1, 0]))
+    assert equal(decoded(twin), [x.flip(0) for x in rows])
+    kept = decoded(cache, 140)
+    cache.crop(-int(cache.get_seq_length()) + 150)
+    assert starts(cache) == began[:1]
+    assert equal(decoded(cache, 128), [x[:, :, :128] for x in kept])
+    feed(model, cache, 170)
+    assert len(starts(cache)) == 2
+
+
+def test_steps_begin_eras(model: Any, always: None) -> None:
+    """Generated tokens are measured after waits that double, on queries kept until then; fewer tokens wait dense."""
+    cache = cache_of(model, "spectral")
+    feed(model, cache, 200)
+    layer, counts, tails = cache.layers[1], [], []
+    for number in range(1000):
+        feed(model, cache, 1, seed=number)
+        counts.append(len(starts(cache)))
+        tails.append(layer.sides["keys"].tail.tokens)
+    assert counts[-1] == 3
+    assert max(tails) <= LEAST + layer.flush_tokens
+    assert starts(cache)[1] >= eras.FIRST_WAIT
+    assert starts(cache)[2] - starts(cache)[1] >= 2 * eras.FIRST_WAIT
+    assert len(layer.storage.watch.kept) <= eras.KEPT_QUERIES
+
+
+def test_new_statistics_must_pay() -> None:
+    """Statistics are renewed for tokens of another kind, and not for more of the same."""
+    generator = torch.Generator().manual_seed(0)
+    mixes = torch.randn(2, 2, 32, 32, generator=generator)
+
+    def prompt(kind: int, tokens: int) -> Prompt:
+        x = (torch.randn(1, 2, tokens, 32, generator=generator) * torch.logspace(0, -2, 32)) @ mixes[kind]
+        query = torch.randn(1, 4, tokens, 32, generator=generator)
+        return Prompt(x[:, :, :4], x[:, :, 4:], 16, queries=AttentionCall.of(query, scaling=0.2))
+
+    context = CodecContext("keys", 32, 2, 0, 0, 4, torch.float32, torch.device("cpu"))
+    codec = SpectralCodec(SpectralOptions(bits=2, group=32), context)
+    codec.observe(prompt(0, 516))
+    assert eras.renewed(codec, prompt(0, 260)) is None
+    assert eras.renewed(codec, prompt(1, 260)) is not None
+
+
+def test_runs() -> None:
+    """Runs cover the tokens asked for, in order, each with the codec of its era."""
+    one, two, three = (Era(start, object()) for start in (0, 64, 96))  # type: ignore[arg-type]
+    assert runs((one,), 10, 20) == [(one.codec, 10, 20)]
+    assert runs((one, two, three), 32, 128) == [(one.codec, 32, 64), (two.codec, 64, 96), (three.codec, 96, 128)]
+    assert runs((one, two, three), 64, 96) == [(two.codec, 64, 96)]
+    assert runs((one, two, three), 0, 0) == []
