@@ -145,8 +145,11 @@ class Attention {
       const Run run{*era.segments.packed, *layer_.values.packed, std::max(first, era.first), std::min(last, era.last),
                     layer_.sinks};
       if (run.first >= run.last) continue;
-      const std::vector<float> bias = mean_scores(era, rows, q), mapped = era.segments.basis.map(rows.head.head, q, rows.count);
-      attend_run(step_, rows, {mapped.data(), bias.empty() ? nullptr : bias.data(), era.anchored ? &*era.anchored : nullptr}, run, partials, sums, width_);
+      const std::vector<float> bias = mean_scores(era, rows, q),
+                               mapped = era.segments.basis.map(rows.head.head, q, rows.count);
+      attend_run(step_, rows,
+                 {mapped.data(), bias.empty() ? nullptr : bias.data(), era.anchored ? &*era.anchored : nullptr}, run,
+                 partials, sums, width_);
     }
   }
 
@@ -263,8 +266,9 @@ Tensor describe(int64_t form, const std::vector<int64_t>& options, int64_t field
   return description;
 }
 
-Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const std::vector<int64_t>& starts, const Tensor& value_side, std::optional<Tensor> mask,
-              std::optional<Tensor> s_aux, int64_t packed, int64_t tail, double scaling, double softcap) {
+Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const std::vector<int64_t>& starts,
+              const Tensor& value_side, std::optional<Tensor> mask, std::optional<Tensor> s_aux, int64_t packed,
+              int64_t tail, double scaling, double softcap) {
   const Side keys(key_sides.back()), values(value_side);
   STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
                   keys.sinks.size(0));
@@ -302,9 +306,10 @@ Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const s
 }  // namespace
 
 KVCACHE_COMPRESS_OPERATOR(describe, "(int form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
-KVCACHE_COMPRESS_OPERATOR(attend,
-                          "(Tensor query, Tensor[] keys, int[] starts, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
-                          "tail, float scaling, float softcap) -> Tensor",
-                          attend)
+KVCACHE_COMPRESS_OPERATOR(
+    attend,
+    "(Tensor query, Tensor[] keys, int[] starts, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
+    "tail, float scaling, float softcap) -> Tensor",
+    attend)
 
 }  // namespace kvcache_compress
