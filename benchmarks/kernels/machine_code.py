@@ -8,6 +8,7 @@ Kernels whose source has not changed come from Triton's cache (`TRITON_CACHE_DIR
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import re
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
@@ -34,6 +36,7 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import VARIANTS, middle_layer, named_config, random_codebooks, use_backend
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, load_config, preset_names
+from kvcache_compress.storage.eras import Era
 from kvcache_compress.triton_kernels.common import plan
 
 TARGETS = {
@@ -61,6 +64,7 @@ class Case(NamedTuple):
         queries: tokens of a step.
         everything: also compile the kernels that encode prompts and add tokens, not attention's alone.
         static: also compile the steps of a static cache.
+        eras: two eras of keys.
     """
 
     config: dict[str, Any] | None = None
@@ -69,6 +73,7 @@ class Case(NamedTuple):
     queries: int = 1
     everything: bool = False
     static: bool = False
+    eras: bool = False
 
 
 def _pair(keys: dict[str, Any], values: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -104,6 +109,13 @@ CASES = {
     "turboquant-4bit and kivi-4bit": Case(_pair(_FOUR["keys"], _KIVI["keys"])),
     "turboquant-6bit and none": Case(_pair(_turboquant(6), {"method": "none"})),
     "none and lloyd-max-1bit": Case(_pair({"method": "none"}, _turboquant(1, **_LLOYD))),
+    **{
+        f"{name}, eras": Case(_pair(keys, _turboquant(4)), eras=True)
+        for name, keys in {
+            "turboquant-4bit": _FOUR["keys"], "turboquant-2bit": _turboquant(2), "qjl-3bit": {"method": "qjl"},
+            "polarquant-3.4bit": {"method": "polarquant_recursive"}, "spectral-2bit": {"method": "spectral", "bits": 2},
+        }.items()
+    },
     "turboquant-4bit, 16 queries": Case(_FOUR, queries=16),
     "kivi-4bit, 16 queries": Case(_KIVI, queries=16),
     **{
@@ -209,6 +221,8 @@ def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
         with captured() as calls:
             for masked in (False, True):
                 keys, values = cache.update(random(2, case.queries), random(2, case.queries), 0)
+                if case.eras:
+                    keys = replace(keys, eras=(*keys.eras, Era(layer.flush_tokens, copy.copy(keys.codec))))
                 mask = torch.ones(1, 1, case.queries, keys.tokens, dtype=torch.bool) if masked else None
                 keys.attend(AttentionCall.of(random(8, case.queries), mask, scaling=0.1), values)
             for state in layer.sides.values() if case.everything else ():

@@ -13,8 +13,11 @@ from support.paths import ROOT
 
 LARGEST = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256"]
 """The cases with the most registers, and the most important one."""
-METHODS = ["turboquant-2bit", "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "spectral-2bit", "commvq-2bit"]
-"""One of each other method; for one target only, as they take long to compile."""
+METHODS = [
+    *("turboquant-2bit", "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "spectral-2bit", "commvq-2bit"),
+    *("turboquant-4bit, eras", "spectral-2bit, eras"),
+]
+"""One of each other method, and keys of several eras; for one target only, as they take long to compile."""
 
 
 def compiled(cases: list[str], targets: list[str], **variables: str) -> tuple[int, set[tuple[str, str]], str]:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kvcache_compress.triton_kernels.common.eras import era_part
+
 LOG2E = tl.constexpr(math.log2(math.e))
 HEADROOM = tl.constexpr(4)
 """Margin, in units of log 2, by which the softmax reference is set above the largest logit when it must rise."""
@@ -220,7 +222,7 @@ def _dense_segment(
 @triton.jit
 def _packed_tile(
     b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
-    start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
+    start, stop, n_sinks, i_k, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +237,7 @@ def _packed_tile(
     if EVEN:
         m_t = tl.full([BLOCK], True, tl.int1)
     b_s = SCORE(
-        b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_h, k_capacity,
+        b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_k, k_capacity,
         o_keys + start, o_t, m_t, K_META, FAST,
     )  # fmt: skip
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
@@ -287,6 +289,7 @@ def attend_kernel(
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
     Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
+    With eras, `p_packed` are `KernelSide.eras`, and a split lies in one.
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
@@ -309,11 +312,18 @@ def attend_kernel(
     if i_s < splits:
         # Eight partial sums, of every eighth token each: sums over different threads wait until after the loop.
         b_l = tl.zeros([8, M], tl.float32)
-        p_rows += i_bh * n_rows * 2
+        i_k, i_row = i_h, i_bh
+        if K.eras:
+            i_era, first, stop = era_part(p_packed, i_s, n_packed, split_tokens, 1, 1)
+            heads = tl.num_programs(1) // ROW_BLOCKS
+            i_k += i_era * heads
+            if not TURNED:
+                i_row = i_b.to(tl.int64) * (tl.load(p_packed) * heads) + i_k
+        p_rows += i_row * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
         if not TURNED:
-            p_mapped += i_bh * n_rows * K_WIDTH
+            p_mapped += i_row * n_rows * K_WIDTH
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
@@ -324,9 +334,10 @@ def attend_kernel(
             # All programs share what is there, however much there is room for.
             n_filled = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
             split_tokens = tl.cdiv(n_filled, splits * BLOCK) * BLOCK
-        stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
+        if not K.eras:
+            stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
+            first = i_s * split_tokens
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
-        first = i_s * split_tokens
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if not TURNED:
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
@@ -339,8 +350,8 @@ def attend_kernel(
                 b_group = b_q
             b_m, b_l, b_acc = _packed_tile(
                 b_group, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
-                start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
-                SCORE, ACCUMULATE, K, V, MASKING, BLOCK, EVEN, DTYPE, FAST,
+                start, stop, n_sinks, i_k, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias,
+                b_m, b_l, b_acc, SCORE, ACCUMULATE, K, V, MASKING, BLOCK, EVEN, DTYPE, FAST,
             )  # fmt: skip
         b_total = tl.sum(b_l, 0)
         p_acc += ((i_bh * splits + i_s) * n_rows) * V_WIDTH

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.eras import runs
 from kvcache_compress.storage.view import View
+from kvcache_compress.triton_kernels.common.eras import joined
 from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
@@ -52,17 +54,22 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
     With slots (`keys.slots`), the call's mask is over tokens, as `Slots.mask` takes it.
     """
-    query, mask = call.query.contiguous(), call.mask.tensor
+    query, mask, eras = call.query.contiguous(), call.mask.tensor, keys.eras
     scaling, softcap, s_aux = call.scaling, call.softcap, call.s_aux
-    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    if len(eras) == 1:
+        k_side, v_side, packed = eras[0].codec.kernel_side, values.codec.kernel_side, query
+    else:
+        assert keys.slots is None, "static layers have one era"
+        k_side, v_side = joined(eras, query.dtype), values.codec.kernel_side
+        packed = k_side.eras
     like = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, like))
     if sizes is None:
-        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, keys, values))
+        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, k_side, keys, values))
     slot_mask = None if keys.slots is None else SlotMask(mask, query, keys.slots)
     if slot_mask is not None:
-        mask = slot_mask.tensor
-    inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
+        mask, packed = slot_mask.tensor, slot_mask.slots.packed
+    inputs, mask_kind = attend_inputs(query, keys, values, mask, packed, sizes.split_tokens)
     batch, heads, count, _ = query.shape
     # Triton's interpreter truncates to bfloat16 where hardware rounds.
     dtype = torch.float32 if portable() else query.dtype
@@ -81,7 +88,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     plan = k_side.plans.get(key)
     if plan is None:
         calls = attention_calls(
-            query, keys, values, inputs, mask_kind, sizes, out,
+            query, k_side, keys, values, inputs, mask_kind, sizes, out,
             scaling=scaling, softcap=softcap, s_aux=s_aux, slot_mask=slot_mask,
         )  # fmt: skip
         scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
@@ -92,9 +99,12 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
 
 def attend_inputs(
-    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, split_tokens: int
+    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, packed: torch.Tensor, split_tokens: int
 ) -> tuple[dict[str, Any], int]:
-    """Arguments of `attend_kernel` that change from step to step, and the kind of the mask."""
+    """Arguments of `attend_kernel` that change from step to step, and the kind of the mask.
+
+    `packed` is the slots' number of packed tokens, or the keys' eras, or any tensor if there is neither.
+    """
     mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys)
     k_store, v_store, k_tail, v_tail = keys.store, values.store, keys.tail_buffer, values.tail_buffer
     rope = None if keys.track is None else keys.track.buffer
@@ -102,7 +112,7 @@ def attend_inputs(
         p_q=query, keys=(keys.sinks.contiguous(), k_tail, *k_store.buffers),
         values=(values.sinks.contiguous(), v_tail, *v_store.buffers),
         p_rope=query if rope is None else rope, p_mask=mask_operand,
-        p_packed=query if keys.slots is None else keys.slots.packed, n_packed=keys.packed, n_tail=keys.tail_tokens,
+        p_packed=packed, n_packed=keys.packed, n_tail=keys.tail_tokens,
         split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity,
         k_tail_capacity=k_tail.shape[2], v_tail_capacity=v_tail.shape[2],
         rope_capacity=0 if rope is None else rope.shape[1],
@@ -113,6 +123,7 @@ def attend_inputs(
 
 def attention_calls(
     query: torch.Tensor,
+    k_side: KernelSide,
     keys: View,
     values: View,
     inputs: dict[str, Any],
@@ -133,7 +144,7 @@ def attention_calls(
     (batch, query_heads, count, dk), heads, dv = query.shape, keys.sinks.shape[1], values.sinks.shape[3]
     groups = query_heads // heads
     rows = groups * count
-    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    v_side: KernelSide = values.codec.kernel_side
     grid, mapped = map_query_arguments(query, k_side, heads, scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
     if k_side.prologue is not None:
@@ -179,12 +190,15 @@ def _tile_rows(tile: Tile, rows: int) -> int:
     return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if portable() else 8, next_power_of_2(rows)))
 
 
-def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:
-    """Tokens per split (a multiple of the tile's) and number of splits: enough to keep the GPU busy, none too short."""
+def split_sizes(packed: int, tile: Tile, programs: int, processors: int, more: int = 0) -> tuple[int, int]:
+    """Tokens per split (a multiple of the tile's) and number of splits: enough to keep the GPU busy, none too short.
+
+    `more` are splits that may come on top, as a split lies in one era.
+    """
     resident = processors * max(1, RESIDENT_WARPS // tile.warps)
     once = min(resident // programs, packed // MIN_SPLIT_TOKENS)
     wanted = max(1, once, min(ROUNDS * resident // programs, packed // MIN_ROUND_TOKENS))
-    wanted = min(MAX_SPLITS, wanted)
+    wanted = max(1, min(MAX_SPLITS, wanted) - more)
     blocks = -(-packed // tile.tokens)
     split_blocks = max(1, -(-blocks // wanted))
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
@@ -204,15 +218,19 @@ def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
     return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 3)
 
 
-def sizes_of(query: torch.Tensor, keys: View, values: View) -> Sizes:
+def sizes_of(query: torch.Tensor, k_side: KernelSide, keys: View, values: View) -> Sizes:
     """Tile and splits for a call's packed tokens."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
-    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, query.dtype == torch.float32)
+    tile = tile_shape(k_side, values.codec.kernel_side, query.dtype == torch.float32)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
-    split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
-    even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
+    more, lengths = len(keys.eras) - 1, [stop - start for _, start, stop in runs(keys.eras, 0, keys.packed)]
+    split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device), more)
+    if more:
+        splits = sum(-(-tokens // split_tokens) for tokens in lengths)
+        assert splits <= MAX_SPLITS
+    even = keys.slots is None and not any(tokens % tile.tokens for tokens in (*lengths, split_tokens))
     return Sizes(split_tokens, splits, even, tile)
 
 

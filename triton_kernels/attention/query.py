@@ -29,13 +29,14 @@ class Mapping(NamedTuple):
     """Constants of the map: head dimension, columns of code space, and columns of A or 0 without a matrix.
 
     A has a column more than code space if there is a bias. turned: True if a prologue follows: it takes the columns in
-    their order, and tops that are powers of two.
+    their order, and tops that are powers of two. heads: key heads, if each era maps the queries of all of them; else 0.
     """
 
     dim: int
     width: int
     columns: int
     turned: bool
+    heads: int
 
 
 @triton.jit
@@ -51,7 +52,10 @@ def map_query(
     o_r, o_d = i_r * M + tl.arange(0, M), tl.arange(0, D_PAD)
     o_w = i_w * CHUNK + tl.arange(0, CHUNK)
     m_r = o_r < rows
-    p_q += i_bh * rows * D
+    i_q = i_bh
+    if MAPPING.heads > 0:
+        i_q = i_bh // heads * MAPPING.heads + i_bh % MAPPING.heads
+    p_q += i_q * rows * D
     p_map += i_bh % heads * s_map
     m_q = m_r[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
@@ -100,11 +104,17 @@ def map_query_arguments(
     """Grid and arguments of `map_query_kernel` for contiguous queries `[B, Hq, n, D]`, results included.
 
     `p_mapped` is `[B, H, Hq / H * n, W]`, float32 where the query is, else float16; `p_rows` holds factor and bias.
+    With eras that no prologue tells apart, `H` counts the heads of all eras.
     """
     batch, query_heads, count, dim = query.shape
     rows, width, matrix = query_heads // heads * count, side.mapped_width, side.matrix
     assert matrix is None or matrix.is_contiguous()
-    mapping = Mapping(dim, width, 0 if matrix is None else matrix.shape[-1], side.prologue is not None)
+    apart = side.eras is not None and side.prologue is None
+    mapping = Mapping(
+        dim, width, 0 if matrix is None else matrix.shape[-1], side.prologue is not None, heads if apart else 0
+    )
+    if apart and matrix is not None:
+        heads = matrix.shape[0]
     operand = torch.float32 if query.dtype == torch.float32 else torch.float16
     arguments: dict[str, Any] = dict(
         p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound,

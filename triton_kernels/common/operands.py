@@ -50,6 +50,7 @@ class SideForm(NamedTuple):
     meta, widths, group: as in `KernelSide`; dim: head dimension of dense tokens.
     words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tiles.
     bias: True if a term is added to all scores of a query; rope: numbers of cos and sin per group that the side reads.
+    eras: True if keys have several eras.
     """
 
     meta: tuple[Any, ...]
@@ -60,6 +61,7 @@ class SideForm(NamedTuple):
     bias: bool
     rope: int
     group: int
+    eras: bool
 
 
 @dataclass(eq=False)
@@ -79,10 +81,13 @@ class KernelSide:
         outputs.
     headroom: largest mapped query.
     prologue: keys only, makes the launch between the map and attention that maps the queries once more for each group
-        of tokens, from the side and the arguments of both (`spectral.turn_call`).
+        of tokens, from the side and the arguments of both (`spectral.turn_call`). Its map is the first table.
     group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
     tile: keys only, a tile to use instead of the one that `tile_shape` chooses.
+    by_head: keys only, indices of the tables that depend on statistics, `[H, ...]`.
+    eras: of keys of several eras (`eras.py`): their number, first tokens, and the largest integer, int32; else None.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
+    joined: keys only, this side with older eras, by the dtype of queries and the eras.
     """
 
     function: Any
@@ -98,8 +103,11 @@ class KernelSide:
     prologue: Callable[..., KernelCall] | None = None
     group: int = 1
     tile: Tile | None = None
+    by_head: tuple[int, ...] = ()
+    eras: torch.Tensor | None = None
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    joined: dict[tuple[Any, ...], KernelSide] = field(default_factory=dict)
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -116,7 +124,9 @@ class KernelSide:
         words, places = 0, 0
         if is_fast(dtype) and self.words is not None:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
-        return tables, SideForm(self.meta, self.widths, words, places, dim, self.bias, rope, self.group)
+        return tables, SideForm(
+            self.meta, self.widths, words, places, dim, self.bias, rope, self.group, self.eras is not None
+        )
 
     @property
     def mapped_width(self) -> int:
@@ -138,7 +148,8 @@ class KernelSide:
         """All tensors that this side holds on the device."""
         single = (self.matrix, self.words, vars(self).get("query_bound"))
         cast = (table for tables in self._cast.values() for table in tables)
-        return (*self.tables, *cast, *(table for table in single if table is not None))
+        joined = (table for side in self.joined.values() for table in side.tensors())
+        return (*self.tables, *cast, *joined, *(table for table in single if table is not None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -241,4 +241,5 @@ def polarquant_recursive_side(
         tokens=16 if fast else 32,
         warps=1 if fast else 2,
         matrix=with_mean(padded.mT, mean) if keys else padded,
+        by_head=(1,) if coded else (),
     )

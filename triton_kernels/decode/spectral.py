@@ -27,6 +27,7 @@ from kvcache_compress.codecs.layout import words_per_token
 from kvcache_compress.codecs.quantizers.digits import DigitCodes
 from kvcache_compress.triton_kernels.common import assembly, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
+from kvcache_compress.triton_kernels.common.eras import era_part
 from kvcache_compress.triton_kernels.common.operands import KernelSide, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall
 
@@ -91,13 +92,14 @@ that they need (triton-lang/triton#10537)."""
 @triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
 def turn_kernel(
     p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, rows,
-    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, FAST: tl.constexpr,
+    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, ERAS: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Map the queries of a head, turned to the anchors of its groups, `M` pairs of group and query row per program.
 
     p_turned: `[B, H, groups, rows, columns]` in code space and the means' columns, each 16 in the order in which
     `query_tile` reads them; p_shift: float32 `[B, H, groups, rows]`, in the fast path the constant that makes digits of
-    one bit, which are 0 or 1 there, ±0.5.
+    one bit, which are 0 or 1 there, ±0.5. With `ERAS`, `p_packed` are eras, and a program's pairs lie in one.
     """
     COLUMNS: tl.constexpr = META.columns
     ROTARY: tl.constexpr = META.rotary
@@ -109,6 +111,9 @@ def turn_kernel(
         n_packed = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
     n_pairs = n_packed // GROUP * rows
     start = tl.program_id(0) * M
+    if ERAS:
+        i_era, start, n_pairs = era_part(p_packed, tl.program_id(0), n_packed, M, rows, GROUP)
+        i_h += i_era * tl.num_programs(1)
     if start >= n_pairs:
         return
     o_r, o_p, o_w = start + tl.arange(0, M), tl.arange(0, HALF), tl.arange(0, CHUNK)
@@ -163,11 +168,12 @@ def turn_call(side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any],
             batch, heads, groups, rows, meta.columns, dtype=mapped.dtype if fast else torch.float32
         ),
         p_shift=mapped.new_empty(batch, heads, groups, rows, dtype=torch.float32),
-        rows=rows, HALF=width // 2, META=meta, M=pairs, BOUNDED=bounded,
+        rows=rows, HALF=width // 2, META=meta, M=pairs, BOUNDED=bounded, ERAS=side.eras is not None,
         FAST=fast, num_warps=4, **launch_options(),
     )  # fmt: skip
     arguments |= {name: inputs[name] for name in ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity")}
-    return turn_kernel, (-(-groups * rows // pairs), heads, batch), arguments
+    more = 0 if side.eras is None else len(side.eras) - 3  # programs: each era but the last may fill one in part
+    return turn_kernel, (-(-groups * rows // pairs) + more, heads, batch), arguments
 
 
 @triton.jit
@@ -306,6 +312,7 @@ def spectral_side(
         matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
         prologue=turn_call,
         group=group,
+        by_head=(MAP.value, PLACES.value, FACTORS.value),
     )
 
 

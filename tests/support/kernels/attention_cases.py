@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from kvcache_compress.bench.compare import relative_error
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.eras import Era, runs
 from kvcache_compress.storage.view import AttentionPath, View
 from support.files.commvq_files import codebook_file
 from support.files.spectral_files import statistics_file
@@ -60,7 +61,11 @@ QJL = ("qjl", {"sketch_ratio": 3})
 
 @dataclass(frozen=True)
 class Case:
-    """An attention call; `split` is (tokens per split, splits); `block` and `warps` are those of a tile."""
+    """An attention call.
+
+    `split` is (tokens per split, splits), `block` and `warps` are those of a tile, and `eras` the first tokens of the
+    keys' eras after the first.
+    """
 
     keys: tuple[str, dict[str, Any]] = tq(4)
     values: tuple[str, dict[str, Any]] = tq(4)
@@ -76,6 +81,7 @@ class Case:
     softcap: float | None = None
     s_aux: bool = False
     packed: int = 64
+    eras: tuple[int, ...] = ()
     sinks: int = 3
     tail: int = 5
     block: int = 32
@@ -246,6 +252,35 @@ CASES |= {
 }
 
 
+def aged(keys: Any, values: Any, **changes: Any) -> Case:
+    """A case of eras with unlike statistics: the first is shorter than a split, and splits end within the others."""
+    grouped = {keys[0], values[0]} & {"spectral", "polarquant_rope"}
+    sizes: dict[str, Any] = {"packed": 224, "eras": (32, 128)} if grouped else {"packed": 201, "eras": (16, 112)}
+    return Case(keys, values, **{**sizes, "split": (64, 0), "count": 4, "mask": "bool", "warps": 1, **changes})
+
+
+PREFILL = ("spectral", {"bits": 2.5, "group": 32})
+AGED = {
+    "turboquant": (tq(4), tq(3)),
+    "turboquant-fractional": (tq(2.5, center="on"), tq(2)),
+    "qjl": (("qjl", {"sketch_ratio": 3, "outlier_channels": 16}), tq(4)),
+    "rope": (rope(4, 4, radius_scale="channel", center="on"), tq(4)),
+    "tree": (tree(4, 2), tq(4)),
+    "spectral": (PREFILL, tq(2)),
+}
+CASES |= {f"eras-{name}": aged(*pair) for name, pair in AGED.items()}
+CASES |= {f"eras-{name}-128-float16": aged(*pair, batch=1, head_dim=128, dtype=F16) for name, pair in AGED.items()}
+CASES |= {
+    "eras-two": aged(tq(4), NONE, eras=(192,), groups=7, mask=None),
+    "eras-decode": aged(tq(2), tq(2), count=1, mask="per head", hidden=70, dtype=BF16),
+    "eras-even": aged(tq(2), tq(2), packed=192, eras=(64, 96), split=(32, 0), count=1, mask=None, dtype=F16),
+    "eras-as-launched": aged(tq(4), tq(4), groups=4, block=0, dtype=BF16),
+    "eras-spectral-decode": aged(PREFILL, tq(4), groups=4, count=1, mask=None, dtype=F16),
+    "eras-spectral-two": aged(PREFILL, tq(3), eras=(192,), groups=7, rows_differ=True, hidden=70),
+    "eras-spectral-as-launched": aged(PREFILL, tq(2), groups=8, block=0, dtype=F16),
+}
+
+
 def attended(views: tuple[View, View], call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:
     """Attention to keys and values."""
     return views[0].attend(call, views[1], path)
@@ -254,6 +289,12 @@ def attended(views: tuple[View, View], call: AttentionCall, path: AttentionPath 
 def segments(case: Case, make_side: Callable[..., View]) -> tuple[View, View]:
     common = {"batch": case.batch, "sinks": case.sinks, "tail": case.tail, "dtype": case.dtype}
     keys = make_side(*case.keys, "keys", case.head_dim, case.packed, **common)
+    for outlier, start in enumerate(case.eras):
+        other = make_side(*case.keys, "keys", case.head_dim, case.packed, outlier=outlier, **common)
+        for field, ours, theirs in zip(other.store.fields, keys.store.buffers, other.store.buffers, strict=True):
+            first = start // field.tokens
+            ours[:, :, first:] = theirs[:, :, first:]
+        keys = replace(keys, eras=(*keys.eras, Era(start, other.codec)))
     values = make_side(*case.values, "values", case.value_dim or case.head_dim, case.packed, **common)
     return keys, values
 
@@ -285,7 +326,10 @@ def plain_attention(
         torch.cat(
             [
                 side.sinks.double(),
-                side.codec.decode(side.store.read(0, side.packed), side.rope(0, side.packed)).double(),
+                *(
+                    codec.decode(side.store.read(first, last), side.rope(first, last)).double()
+                    for codec, first, last in runs(side.eras, 0, side.packed)
+                ),
                 side.tail,
             ],
             2,

@@ -64,7 +64,7 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
     """`make_side(method, options, side, head_dim, packed, ...)`: one side of a layer with random tokens in it.
 
     The store has room for more tokens than are packed, and the tail lies in a bigger buffer; both hold poison
-    beyond what is used.
+    beyond what is used. With an `outlier`, this channel is twice as large, and all others are a tenth as large.
     """
 
     def make(
@@ -80,12 +80,16 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
         tail: int = 5,
         dtype: torch.dtype = torch.float32,
         layout: RopeLayout | None = None,
+        outlier: int | None = None,
     ) -> View:
         codec = make_codec(method, options, side, head_dim, heads, dtype, layout)
         scale = torch.rand(heads, 1, head_dim) + 0.5
         tokens = torch.randn(batch, heads, sinks + packed + tail + 64, head_dim) * scale
         if side == "keys":
             tokens += 0.7 * torch.randn(heads, 1, head_dim)
+        if outlier is not None:
+            tokens *= 0.1
+            tokens[..., outlier] *= 20
         tokens = tokens.to(dtype)
         codec.prepare(tokens)
         store = PackedStore(codec.fields, batch, heads, DEVICE)

@@ -25,6 +25,7 @@ from support.ptx import inline
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.eras import Era
 from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
@@ -75,13 +76,28 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
     assert error(out, unscaled) <= 1e-2
 
 
-def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:
+@pytest.mark.parametrize("eras", [(), (32, 48)])
+def test_fewer_tokens_than_stored(eras: tuple[int, ...], make_side: Callable[..., View]) -> None:
     """A view of an earlier step sees only its own tokens, even after more were appended."""
-    keys, values = segments(Case(), make_side)
+    keys, values = segments(Case(eras=eras), make_side)
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
     out = launch.attend(AttentionCall.of(query, scaling=0.125), *before)
     assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
+
+
+def test_what_eras_share_follows_them(make_side: Callable[..., View]) -> None:
+    """Copies share their newest era, but attend with their own older ones; those keep no operands."""
+    keys, values = segments(Case(packed=96, eras=(32,)), make_side)
+    other, query = make_side(*Case().keys, "keys", 64, 96, outlier=5).codec, torch.randn(2, 6, 1, 64)
+    twin = replace(keys, eras=(Era(0, other), keys.eras[1]))
+    for view in (keys, twin, keys):
+        out = launch.attend(AttentionCall.of(query, scaling=0.125), view, values)
+        assert error(out, plain_attention(query, view, values, None, Case(), None)) <= BARS[F32]
+        assert "kernel_side" not in vars(view.eras[0].codec)
+    held, newest = keys.codec.constant_bytes(), replace(keys, eras=(*keys.eras, Era(64, other)))
+    launch.attend(AttentionCall.of(query, scaling=0.125), newest, values)
+    assert keys.codec.constant_bytes() < held
 
 
 def test_result_does_not_depend_on_splits(make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +118,9 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[.
     keys, values = (replace(side, slots=slots) for side in (keys, values))
     query = torch.randn(2, 6, 1, 64)
     sizes = launch.Sizes(32, 5, False, launch.Tile(16, 4, 2))
-    inputs, kind = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
-    calls = launch.attention_calls(query, keys, values, inputs, kind, sizes, torch.empty(2, 1, 6, 64), scaling=0.125)
+    inputs, kind = launch.attend_inputs(query, keys, values, None, slots.packed, sizes.split_tokens)
+    side, out = keys.codec.kernel_side, torch.empty(2, 1, 6, 64)
+    calls = launch.attention_calls(query, side, keys, values, inputs, kind, sizes, out, scaling=0.125)
     for kernel, grid, arguments in calls[:-1]:
         kernel[grid](**arguments)
     assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()

@@ -57,12 +57,14 @@ def test_mapped_queries_factors_and_biases(
 
 @pytest.mark.parametrize("packed", [32, 96, 1000, 4096, 131072])
 @pytest.mark.parametrize("programs", [1, 8, 64, 4096])
-def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -> None:
+@pytest.mark.parametrize("more", [0, 7])
+def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int, more: int) -> None:
+    """Eight eras may have seven splits more than one."""
     tile = launch.Tile(32, 1, 2)
-    size, splits = launch.split_sizes(packed, tile, programs, 8)
+    size, splits = launch.split_sizes(packed, tile, programs, 8, more)
     assert size % tile.tokens == 0
     assert (splits - 1) * size < packed <= splits * size
-    assert splits <= launch.MAX_SPLITS
+    assert splits + more <= launch.MAX_SPLITS
     assert splits == 1 or size >= launch.MIN_SPLIT_TOKENS
-    rounds = splits * programs / (8 * launch.RESIDENT_WARPS)
+    rounds = (splits + more) * programs / (8 * launch.RESIDENT_WARPS)
     assert splits == 1 or rounds <= (launch.ROUNDS if size >= launch.MIN_ROUND_TOKENS else 1)

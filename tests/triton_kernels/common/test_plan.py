@@ -25,6 +25,7 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
+from kvcache_compress.storage.eras import Era
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common.plan import Launch, Plan
 from kvcache_compress.triton_kernels.encode import launch as encode
@@ -123,6 +124,16 @@ def test_steps_with_masks_repeat_those_of_the_same_kind(emulator: Any, make_side
     assert not repeats(emulator, sides, 2, None, s_aux)
     assert masked(0)
     assert [repeats(emulator, sides) for _ in range(2)] == [False, True]
+
+
+@emulated
+def test_steps_over_eras_repeat_until_a_new_one(emulator: Any, make_side: Callable[..., Any]) -> None:
+    keys, values = segments(replace(CASE, eras=(64, 256)), make_side)
+    assert [repeats(emulator, (keys, values)) for _ in range(2)] == [False, True]
+    newer = replace(keys, eras=(*keys.eras, Era(384, make_side(*CASE.keys, "keys", 64, 64).codec)))
+    assert [repeats(emulator, (view, values)) for view in (newer, newer, keys, keys)] == [False, True, False, True]
+    programs = {id(one.program) for one in emulator.launches if one.name == "attend_kernel"}
+    assert len(programs) == 1, "a new era would compile while the model generates"
 
 
 @emulated
