@@ -11,7 +11,7 @@ attention (sliding windows, states) prefill each cache anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,7 +72,7 @@ class Prefill:
     def _fill(self, spec: CacheSpec) -> Cache:
         cache = spec.make(self.model)
         compressed = any(isinstance(layer, CompressedLayer) for layer in cache.layers)
-        with _fused_attention(self.model) if compressed else nullcontext():
+        with fused_attention(self.model) if compressed else nullcontext():
             if self.states is None:
                 _pass(self.model, cache, self.ids, last=True)
                 return cache
@@ -118,7 +118,7 @@ class CacheRun:
         prefill: the prompt.
         spec: the kind of cache.
         cache: the cache itself.
-        measured: the cache's size after the prompt.
+        measured: the cache's size after the prompt, or after the question (see `forced`).
         logits: logits `[V]` after the prompt's last token.
         seconds: time to fill the cache, and of all passes through it.
     """
@@ -132,8 +132,16 @@ class CacheRun:
     _used: bool = False
 
     @torch.inference_mode()
-    def forced(self, tokens: torch.Tensor, step: int = STEP_TOKENS) -> torch.Tensor:
-        """Feed the question in one pass, then `tokens` `[S]` with `step` tokens per pass.
+    def forced(
+        self, tokens: torch.Tensor, step: int = STEP_TOKENS, question_passes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Feed the question, then `tokens` `[S]` with `step` tokens per pass.
+
+        Args:
+            tokens: the continuation.
+            step: tokens of it per pass.
+            question_passes: tokens of the question in each pass, after which the cache's size is measured again. By
+                default the question is fed in one pass, and the size is that after the prompt.
 
         Returns:
             float32 logits `[S + 1, V]`: before the first token, then after each.
@@ -142,7 +150,7 @@ class CacheRun:
             ValueError: Logits are not finite, or the model has positions for fewer tokens.
         """
         with self._continuing(len(tokens)):
-            logits = [self._ask()]
+            logits = [self._ask(question_passes)]
             for part in tokens[None].to(self.logits.device).split(step, dim=1) if len(tokens) else ():
                 logits.append(_pass(self.prefill.model, self.cache, part)[0])
             return self._finite(torch.cat(logits).float())
@@ -206,11 +214,14 @@ class CacheRun:
             raise ValueError(f"cache={self.spec.name!r}: the model's logits are not finite; try another dtype")
         return logits
 
-    def _ask(self) -> torch.Tensor:
+    def _ask(self, passes: Sequence[int] | None = None) -> torch.Tensor:
         """Logits `[1, V]` before the first new token."""
-        if not self.prefill.question.numel():
-            return self.logits[None]
-        return _pass(self.prefill.model, self.cache, self.prefill.question, last=True)[0]
+        question, logits = self.prefill.question, self.logits[None]
+        for part in question.split(list(passes or [question.shape[1]]), dim=1) if question.numel() else ():
+            logits = _pass(self.prefill.model, self.cache, part, last=True)[0]
+        if passes is not None:
+            self.measured = self.spec.measure(self.cache)
+        return logits
 
 
 @torch.inference_mode()
@@ -232,7 +243,7 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
 
 
 @contextmanager
-def _fused_attention(model: PreTrainedModel) -> Iterator[None]:
+def fused_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch fused attention on in the block if the model allows it, so that caches see the queries."""
     before = attends_fused(model)
     with suppress(ValueError):

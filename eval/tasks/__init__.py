@@ -5,5 +5,6 @@ from .longbench.benchmark import LongBench
 from .needle import Needle
 from .perplexity import Perplexity
 from .ruler import Ruler
+from .turns import Turns
 
-BENCHMARKS = (Perplexity, LongBench, Needle, Ruler, Gsm8k)
+BENCHMARKS = (Perplexity, Turns, LongBench, Needle, Ruler, Gsm8k)

@@ -16,26 +16,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from os.path import isdir
 from pathlib import Path
-from typing import ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
-from kvcache_compress.files.text import read_text
+from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import AnyPath, AnyTuple
 
-from .benchmark import Benchmark, Record, Sample, register_benchmark
-from .scoring import compare_tokens, cut_windows
+from .benchmark import Record, Sample, register_benchmark
+from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
 
 @register_benchmark("perplexity")
-class Perplexity(Benchmark):
+class Perplexity(ForcedBenchmark):
     """KL divergence, perplexity and top-1 agreement with the full cache, on windows of texts.
 
     Perplexity scores all S tokens of the continuation, the first by the prefill's last logits. KL and top-1 are over
@@ -50,10 +47,6 @@ class Perplexity(Benchmark):
     each token.
     """
 
-    main_score: ClassVar[str] = "kl"
-    higher_is_better = False
-    limits_itself = True
-
     limit: int | None = Field(default=None, ge=1, description="Most windows of each text to take; all by default.")
     texts: AnyTuple[AnyPath] = Field(
         default=(DEFAULT_TEXT,), min_length=1, description="Text file, or folder of .txt files; each is a domain."
@@ -61,22 +54,15 @@ class Perplexity(Benchmark):
     prefix: int = Field(default=1024, ge=1, description="Tokens to prefill.")
     scored: int = Field(default=256, ge=1, description="Tokens to score after them.")
     windows: int = Field(default=6, ge=1, description="Windows of prefix + scored tokens, per text.")
-    step: int = Field(default=STEP_TOKENS, ge=1, description="Scored tokens per forward pass; 1 is as in generation.")
-
-    @model_validator(mode="after")
-    def _step_fits(self) -> Perplexity:
-        if self.step > self.scored:
-            raise ValueError(f"step={self.step}: must be at most scored={self.scored}")
-        return self
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return [sample for text in self.texts for sample in self._windows(text, tokenizer)]
 
     def _windows(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        token_ids = tokenizer(_read(path), add_special_tokens=False, verbose=False)["input_ids"]
+        token_ids = tokenizer(read_texts(path), add_special_tokens=False, verbose=False)["input_ids"]
         bos = tokenizer("")["input_ids"]
         cut = cut_windows(token_ids, prefix=self.prefix, scored=self.scored, windows=self.windows, bos=bos)
-        domain = "/".join(path.resolve().parts[-2:])
+        domain = text_name(path)
         return [
             Sample(
                 id=f"{domain}:{number}",
@@ -94,12 +80,7 @@ class Perplexity(Benchmark):
         return {"domain": sample.data["domain"], **means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        scores = _scores(records)
-        domains = list(dict.fromkeys(record["domain"] for record in records))
-        for domain in domains if len(domains) > 1 else ():
-            of_domain = [record for record in records if record["domain"] == domain]
-            scores |= {f"{name}.{domain}": score for name, score in _scores(of_domain).items()}
-        return scores
+        return scores_by("domain", records, _scores)
 
 
 def _scores(records: Sequence[Record]) -> dict[str, float]:
@@ -107,13 +88,4 @@ def _scores(records: Sequence[Record]) -> dict[str, float]:
     tokens = torch.tensor([kl for record in records for kl in record["kl_tokens"]], dtype=torch.float64)
     scores = {"kl": mean["kl"], "perplexity": math.exp(mean["nll"]), "top1": mean["top1"]}
     scores["kl_999"] = torch.quantile(tokens, 0.999).item()
-    if len(records) > 1:
-        scores["kl_stderr"] = statistics.stdev(record["kl"] for record in records) / math.sqrt(len(records))
-    return scores
-
-
-def _read(path: Path) -> str:
-    files = sorted(path.glob("*.txt")) if isdir(path) else [path]
-    if not files:
-        raise ValueError(f"texts: no .txt file in the folder {path}")
-    return "\n\n".join(read_text(file, f"texts={str(file)!r}") for file in files)
+    return scores | kl_scores(records)

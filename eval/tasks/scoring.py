@@ -1,13 +1,58 @@
-"""Windows of a text, and scores of logits."""
+"""Texts and their windows, scores of logits, and what benchmarks share that score a forced continuation."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from os.path import isdir
+from pathlib import Path
+from typing import ClassVar
 
 import torch
+from pydantic import Field, model_validator
+
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS
+from kvcache_compress.files.text import read_text
+
+from .benchmark import Benchmark, Record
 
 _ROWS_AT_ONCE = 64  # positions compared at once: in float64 a vocabulary of 150,000 takes 80 MB per copy
+
+
+class ForcedBenchmark(Benchmark):
+    """Base of benchmarks that force a continuation and take its KL from the full cache."""
+
+    main_score: ClassVar[str] = "kl"
+    higher_is_better = False
+    limits_itself = True
+
+    scored: int = Field(default=128, ge=1, description="Tokens to score after the history.")
+    step: int = Field(default=STEP_TOKENS, ge=1, description="Scored tokens per forward pass; 1 is as in generation.")
+
+    @model_validator(mode="after")
+    def _step_fits(self) -> ForcedBenchmark:
+        if self.step > self.scored:
+            raise ValueError(f"step={self.step}: must be at most scored={self.scored}")
+        return self
+
+
+def read_texts(path: Path) -> str:
+    """Read a text file, or all `.txt` files of a folder.
+
+    Raises:
+        ValueError: There is no such file, it is no text, or the folder has none.
+    """
+    files = sorted(path.glob("*.txt")) if isdir(path) else [path]
+    if not files:
+        raise ValueError(f"texts: no .txt file in the folder {path}")
+    return "\n\n".join(read_text(file, f"texts={str(file)!r}") for file in files)
+
+
+def text_name(path: Path) -> str:
+    """Name of a text in results: the last two parts of its path."""
+    return "/".join(path.resolve().parts[-2:])
 
 
 def cut_windows(
@@ -77,3 +122,22 @@ def compare_tokens(
         found.append((-predicted.gather(-1, targets[rows, None])[:, 0], kl, log_p.argmax(-1) == log_q.argmax(-1)))
     nll, kl, same = (torch.cat(parts) for parts in zip(*found, strict=True))
     return nll, kl, same
+
+
+def kl_scores(records: Sequence[Record]) -> dict[str, float]:
+    """Mean KL and, of several records, its standard error."""
+    kl = [record["kl"] for record in records]
+    spread = {"kl_stderr": statistics.stdev(kl) / math.sqrt(len(kl))} if len(kl) > 1 else {}
+    return {"kl": statistics.fmean(kl), **spread}
+
+
+def scores_by(
+    field: str, records: Sequence[Record], scores: Callable[[Sequence[Record]], dict[str, float]]
+) -> dict[str, float]:
+    """Scores of all records and, where the field has several values, `SCORE.VALUE` of those with each value."""
+    values = list(dict.fromkeys(record[field] for record in records))
+    found = scores(records)
+    for value in values if len(values) > 1 else ():
+        members = [record for record in records if record[field] == value]
+        found |= {f"{name}.{value}": score for name, score in scores(members).items()}
+    return found

@@ -15,8 +15,8 @@ from kvcache_compress.eval.tasks.benchmark import make_benchmark
 from kvcache_compress.eval.tasks.haystack import haystack_words
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows
 from kvcache_compress.eval.tasks.longbench.prompts import read_templates
-from kvcache_compress.eval.tasks.perplexity import _read
 from kvcache_compress.eval.tasks.samples import read_jsonl
+from kvcache_compress.eval.tasks.scoring import read_texts
 from kvcache_compress.files.text import parse_json, parse_yaml
 from kvcache_compress.validation import on_one_line, shortened
 
@@ -110,7 +110,7 @@ FILES = {
         ("x.txt", lambda path: read_templates(path, [TASKS["qasper"]])),
         ("x.jsonl", lambda path: read_jsonl(path, ())),
         ("qasper.json", lambda path: load_rows(str(path), "v1", ["qasper"])),
-        ("x.txt", _read),
+        ("x.txt", read_texts),
         ("x.txt", lambda path: haystack_words(path.parent, 5, 0)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

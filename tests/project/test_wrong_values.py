@@ -93,7 +93,7 @@ COMMANDS = {
 def test_evaluations(kind: str, folder: Path) -> None:
     """Every option of every evaluation refuses wrong values."""
     text = str(folder / "text.txt")
-    needed = {"ruler": ["--data", text]}.get(kind, [])
+    needed = {"ruler": ["--data", text], "turns": ["--text", text, "--text", text]}.get(kind, [])
     found = 0
     for option in COMMANDS[kind].params:
         if option.is_flag:

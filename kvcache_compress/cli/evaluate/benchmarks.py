@@ -67,7 +67,8 @@ def _option(benchmark: type[Benchmark], name: str) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if field.is_required() else field.default
     names, description = [], field.description
     if get_origin(kind) in (list, tuple):
-        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
+        kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        default = default if field.is_required() else list(default)
         names, description = [f"--{name.removesuffix('s').replace('_', '-')}"], f"{description} Repeatable."
     bounds: dict[str, Any] = {
         bound: getattr(limit, key) for limit in field.metadata for key, bound in _BOUNDS.items() if hasattr(limit, key)

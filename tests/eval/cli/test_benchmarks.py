@@ -25,7 +25,7 @@ def help_lines(name: str) -> dict[str, str]:
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.kind)
 def test_every_field_and_every_argument_of_measure_is_an_option(benchmark: type[Benchmark]) -> None:
     lines = help_lines(benchmark.kind)
-    repeatable = {"texts": "text", "tasks": "task", "lengths": "length", "depths": "depth"}
+    repeatable = {"texts": "text", "tasks": "task", "lengths": "length", "depths": "depth", "cases": "case"}
     common = ["cache", "model", "codebooks", "statistics", "output", "seed", "dtype", "device", "fused"]
     names = [*benchmark.model_fields, *common]
     assert lines.keys() == {f"--{repeatable.get(name, name).replace('_', '-')}" for name in names} | {"--help"}
@@ -42,6 +42,7 @@ def test_types_defaults_and_bounds_are_those_of_the_fields() -> None:
     assert "needle|passkey" in lines["--mode"]
     assert "--no-cached-question" in lines["--cached-question"]
     assert "required" in help_lines("ruler")["--data"]
+    assert "required" in help_lines("turns")["--text"]
 
 
 def test_values_reach_the_benchmark_and_its_run(tmp_path: Path) -> None:
