@@ -1,8 +1,8 @@
 """Bit planes in registers: unpacking for the attention kernel, packing for the encode kernels (see `layout.py`).
 
 The codes of a tile of tokens are a tuple of tiles in code order, each with one field of all words: unpacking moves no
-number between threads. If a token has fewer than 16 words, the depth of the tensor cores' operands, a tile holds
-several fields, one after the other.
+number between threads. If a token has fewer words than the tensor cores' K dimension, 16, a tile holds several fields,
+one after the other.
 """
 
 import triton

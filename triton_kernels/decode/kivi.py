@@ -16,7 +16,7 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide, code_til
 
 
 class Grouped(NamedTuple):
-    """Bits of a code, words of a token, the same padded (`codes.py`), tokens and channels that share a scale.
+    """Bits of a code, words of a token, padded words (`codes.py`), tokens and channels that share a scale.
 
     fits: True if `lookup.py` can unpack the codes; folded: True if scales are multiplied with queries or weights
     instead of codes, which stay in place (`in_place.placed`) in the fast path.

@@ -1,8 +1,8 @@
 """Undo recursive PolarQuant's tree over 128 channels in registers, by shuffles that look up cos and sin.
 
-A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one per column. A level pairs
-by halves, and halves are whole tiles down to level 4, so everything below a radius of level 3 lies in its column: 1
-radius of level 4 makes 2 of level 3, 4 of level 2, 8 of level 1 and 16 numbers, and no number changes its thread.
+A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one per column. In levels 1 to
+4 the paired halves are whole tiles, so everything below a radius of level 4 lies in its column: 2 radii of level 3, 4
+of level 2, 8 of level 1 and 16 numbers. No number changes its thread.
 
 Lane i of a warp holds entry i of a level's table in one register, cos and sin in half precision. `shfl.idx` reads the
 register of the lane that a code names and ignores the bits above the code, so a lookup takes a shift and a shuffle for

@@ -1,4 +1,4 @@
-"""Unpack trellis codes of two and three bits to half-precision levels, by assembly: the fast path on NVIDIA GPUs.
+"""Unpack trellis codes of two and three bits to float16 levels, by assembly: the fast path on NVIDIA GPUs.
 
 `codecs/quantizers/trellis.py` has the codes.
 """

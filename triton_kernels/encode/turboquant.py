@@ -31,7 +31,7 @@ NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
 
 
 class Sets(NamedTuple):
-    """Constants of the channel sets: bits of a code, words of a token, the same padded, planes, first field, stride.
+    """Constants of the channel sets: bits of a code, words of a token, padded words, planes, first field, stride.
 
     stride: head stride of a set's rows; trellis: True for trellis codes. Of all sets: index of the stored scalar, and
     whether keys are centred.
