@@ -66,7 +66,7 @@ class Needle(Benchmark):
     """A sentence or a pass key hidden in long texts and asked for, over a grid of lengths and depths.
 
     A prompt has as many tokens as its length, or a few less because it is cut at a word. Lengths beyond the model's
-    positions are skipped and named. The needle stands between two sentences. A wording of your own needs `needle`,
+    positions are skipped and named. The needle goes between two sentences. A wording of your own needs `needle`,
     `question` and `answer` together; passkey mode draws the answer itself. Its `answer_prefix` is empty by default.
     Repeats have other haystacks and pass keys.
 

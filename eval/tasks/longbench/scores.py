@@ -81,12 +81,12 @@ def count(prediction: str, answer: str) -> float:
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """`count` of the number in an answer such as `Paragraph 7`."""
+    """Score answers such as `Paragraph 7` by their number, with `count`."""
     return count(prediction, _number(answer, "Paragraph "))
 
 
 def retrieval_zh(prediction: str, answer: str) -> float:
-    """`count` of the number in an answer such as `段落7`."""
+    """Score answers such as `段落7` by their number, with `count`."""
     return count(prediction, _number(answer, "段落"))
 
 

@@ -209,7 +209,7 @@ def run_command(*options: str) -> Any:
 
 
 def test_command(text: Path, tmp_path: Path) -> None:
-    """The file is a config with its certificate in the header; a preset can be certified alone."""
+    """The file is a config with its measured loss in the header; a preset can be measured alone."""
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(CONFIG))
     output = tmp_path / "my.yaml"
     given = ("--model", saved_model(), "--text", str(text), "--windows", "1", "--prefix", "112", "--device", "cpu")
@@ -240,7 +240,7 @@ def test_command_refuses_in_a_sentence(text: Path, tmp_path: Path) -> None:
         ((*small, "--bits", "3", "--check-text", str(text.parent)), "is measured on too"),
         ((*small[2:], "--verify", "turboquant-3bit", "--prefix", "60"), "nothing is packed"),
         ((*output, "--memory", "2 apples", "--context", "4K"), "memory="),
-        (("--verify", "turboquant-3bit", "--bits", "3"), "certifies a preset as it is"),
+        (("--verify", "turboquant-3bit", "--bits", "3"), "drop --bits, --memory and --output"),
         ((*small, "--bits", "3", "--windows", "40"), "is too short"),
         ((*small, "--bits", "1"), "even the fewest bits exceed"),
         ((*small, "--memory", "1KB", "--context", "4K"), "stay dense"),

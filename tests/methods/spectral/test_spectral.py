@@ -96,7 +96,7 @@ def mean(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_codes_do_not_depend_on_where_a_group_stands() -> None:
-    """Keys that stand 5,000 tokens later, or are scaled by YaRN's factor, have the same codes."""
+    """Keys 5,000 positions later, or scaled by YaRN's factor, have the same codes."""
     spectral, layout, z = codec(), half_layout(DIM), keys()
     (*near, near_scale), (*far, far_scale) = (
         spectral.encode(layout.rotate(z, rope), anchors(rope))
@@ -107,7 +107,7 @@ def test_codes_do_not_depend_on_where_a_group_stands() -> None:
 
 
 def test_scores_are_those_of_decoded_keys() -> None:
-    """Queries turned to each group's anchor score the codes as if the keys had been decoded."""
+    """Queries rotated to each group's anchor score the codes as if the keys had been decoded."""
     spectral, layout, rope = codec(), half_layout(DIM), factors(20, 128)
     fields = spectral.encode(layout.rotate(keys(), rope), anchors(rope))
     query = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1))
