@@ -1,7 +1,7 @@
 """Tables of a comparison, one per model and dtype: a row per cache, a column per benchmark.
 
 The first column leads: by it the smallest good cache is found. A perplexity benchmark leads if there is one, because KL
-tells caches apart long before a task's score does.
+distinguishes caches long before a task's score does.
 """
 
 from __future__ import annotations

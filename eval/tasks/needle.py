@@ -71,7 +71,7 @@ class Needle(Benchmark):
     Repeats have other haystacks and pass keys.
 
     `scoring="generate"` (the default for a needle) judges the text that the model writes. `"forced"` (the default for a
-    pass key) tests whether each token of the answer is the most likely one, and takes its mean log-probability.
+    pass key) tests whether each token of the answer is the most likely one, and averages log-probabilities.
     """
 
     main_score: ClassVar[str] = "recall"

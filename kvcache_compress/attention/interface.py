@@ -68,7 +68,7 @@ def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """Make the mask of the previous attention; the fused paths take the same mask."""
+    """Make the mask of the previous attention; the fused paths use the same mask."""
     return ALL_MASK_ATTENTION_FUNCTIONS[_previous_name(kwargs["config"])](*args, **kwargs)
 
 

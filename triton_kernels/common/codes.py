@@ -44,9 +44,8 @@ def load_columns(p_words, o_row, o_t, m_t, WORDS: tl.constexpr):
 def load_scales(p_scales, o_row, o_t, m_t):
     """Load a number per token, `[T]`, zero where `m_t` is false.
 
-    Numbers of 8 and 16 bits are read as words of 32: the compiler copies nothing narrower to shared memory ahead of
-    time, and in each turn a warp would wait for memory. The last word may end up to three bytes behind the buffer,
-    where PyTorch's allocations have room.
+    Numbers of 8 and 16 bits are read as 32-bit words: the compiler prefetches nothing narrower, and in each iteration a
+    warp would wait for memory. The last word may end up to three bytes behind the buffer, within PyTorch's allocation.
     """
     WIDTH: tl.constexpr = p_scales.dtype.element_ty.primitive_bitwidth
     if WIDTH == 32:

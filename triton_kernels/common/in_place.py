@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .assembly import assembled, block, joined, load_bytes, load_halves, text, turned
+from .assembly import assembled, block, joined, load_bytes, load_halves, text, transposed
 from .codes import load_columns, load_words, tile_width
 
 UNIT = tl.constexpr(2.0**-24)
@@ -80,7 +80,7 @@ def placed(
     else:
         b_codes = assembled(PLACED_TWO if BITS == 2 else PLACED_FOUR, (b_words,))
     if COLUMNS:
-        b_codes = turned(b_codes)
+        b_codes = transposed(b_codes)
     if PADDED < 16:
         b_codes = joined(b_codes)
     return b_codes

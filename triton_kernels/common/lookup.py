@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, places, text, turned
+from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, places, text, transposed
 from .codes import in_halves, load_columns, load_words
 
 
@@ -141,7 +141,7 @@ def levels(
     else:
         b_levels = assembled(FOUR_BITS, (b_words,) + words[FIRST : FIRST + 4])
     if COLUMNS:
-        b_levels = turned(b_levels)
+        b_levels = transposed(b_levels)
     if PADDED < 16:
         b_levels = joined(b_levels)
     return b_levels

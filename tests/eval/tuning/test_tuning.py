@@ -112,7 +112,7 @@ def test_harmless_layers_pay(measured: tuple[Sensitivity, Path]) -> None:
 
 
 def test_methods_and_dense_tokens_are_chosen_too(measured: tuple[Sensitivity, Path]) -> None:
-    """Each side takes the method that loses least there; a longer window is taken where bytes allow and it pays."""
+    """Each side gets the method that loses least there; a longer window is chosen where bytes allow and it pays."""
     found, _ = measured
     shape, base = shape_of(three_layers()), load_config(CONFIG)
     better = {(*key[:2], 1): loss / 100 for key, loss in found.alone.items() if key == (2, "keys", 0)}
@@ -158,7 +158,7 @@ def test_layers_of_other_kinds_keep_their_places() -> None:
 
 
 def test_a_rule_that_inherits_other_options_is_refused() -> None:
-    """A choice of the base's method, with options that a rule cannot take back, would not be what was measured."""
+    """A choice of the base's method, with options that a rule cannot undo, would not be what was measured."""
     base = load_config({**CONFIG, "keys": {"method": "turboquant", "bits": 2, "codebook": "lloyd_max"}})
     losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
     with pytest.raises(ValueError, match="method turboquant has other options in --base than in --also"):
@@ -166,7 +166,7 @@ def test_a_rule_that_inherits_other_options_is_refused() -> None:
 
 
 def test_one_method_everywhere_where_a_mixture_does_not_fit() -> None:
-    """A roomy budget is no more than all choices take, and one that only the cheapest keep to is met by them."""
+    """A large budget is no more than all choices cost, and the smallest is met by the cheapest choices alone."""
     losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
     shape, base = ModelShape(2, 4, 2, 32), load_config(CONFIG)
     assert tune(invented((0, 1), losses), base, CHOICES, Budget(shape, None, 10**12, 4096)).expected < 2.6e-4
