@@ -286,7 +286,10 @@ class SpectralCodec(LinearCodec):
 
 
 def _coded(tensors: Mapping[str, torch.Tensor], counts: DigitCounts) -> Statistics:
-    """A layer's tensors as the codec uses them: a basis, zero for channels without bits, and its scaled inverse."""
+    """Convert a layer's statistics to what the codec uses; the basis is zero for channels without bits.
+
+    `directions` are inverse-basis rows times their deviations, rounded to 11 bits.
+    """
     has_bits = allocate_bits(tensors["deviation"], counts) > 0
     mantissa, exponent = torch.frexp(tensors["inverse"] * tensors["deviation"][..., None])
     return {
