@@ -25,7 +25,7 @@ TO_WHOLE = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def least_errors(b_x, units):
-    """Squared errors, less `b_x` squared, of the nearest level of each of the four subsets.
+    """Squared errors, less `b_x` squared, of each of the four subsets' nearest level.
 
     `units` are the levels; `b_x` and they are int32, in the same units.
     """
