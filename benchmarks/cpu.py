@@ -5,8 +5,8 @@
     python benchmarks/cpu.py encode    # encoding keys and values, in torch and in C++; prints a table
     python benchmarks/cpu.py store     # storing a step's token in growing and static caches; prints a table
 
-Compared caches take turns. All commands but the first time one layer on one thread, in float32. CommVQ's codebooks are
-random, which does not change its times.
+Compared caches are interleaved. All commands but the first time one layer on one thread, in float32. CommVQ's codebooks
+are random, which does not change its times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check each preset's kernels on a GPU and time them, the rows that are worth most first.
 
     make bench-gpu OUTPUT=build/gpu.jsonl MINUTES=9    # with this machine's Python; continues a file of the same commit
-    make tune-gpu OUTPUT=build/tiles.jsonl             # tiles of the attention kernel, beside the one the rule takes
+    make tune-gpu OUTPUT=build/tiles.jsonl             # the attention kernel's tile shapes, against the default
     TRITON_INTERPRET=1 python benchmarks/gpu.py --small --output F    # tiny sizes, without a GPU
 
 Each row is one line of JSON, written as soon as it is measured. A worker process measures. If it crashes or hangs, the
@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
         model: layers, hidden size and intermediate size.
         model_sizes: batches and lengths of the model.
         steps: decode steps of a check and of a timed model.
-        repeats: timed calls of which the median is taken.
+        repeats: timed calls; the result is their median.
     """
 
     shapes: Mapping[str, Shape]

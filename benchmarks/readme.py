@@ -34,10 +34,10 @@ LADDER = {
     "hqq-4": "to compare: Transformers' `QuantizedCache`",
     "quanto-4": "to compare: the same with quanto",
     "kivi-4bit@sinks=16,recent=64": "to compare: the usual baseline",
-    "turboquant-4bit": "few instructions per number",
+    "turboquant-4bit": "speed on a GPU",
     "best-4bit": "no visible loss",
-    "best-3bit": "the best trade",
-    "best-2bit": "half the size of `best-4bit`, without any file",
+    "best-3bit": "the best trade-off",
+    "best-2bit": "half the size of `best-4bit`, without calibration",
     "tuned-1.4": "the smallest, tuned for the model",
 }
 """Caches of the README's first table, and what each is good for."""
@@ -184,7 +184,7 @@ def losses(budgets: Table) -> dict[str, dict[str, float]]:
 
 
 def tuned_table() -> str:
-    """Table of certified losses, from the headers of tuned configs: tuned, and the best with equal bits."""
+    """Table of losses from the headers of tuned configs: tuned, and the best with equal bits."""
     lines = []
     for path in sorted(TUNED.glob("*.yaml"), key=lambda path: -float(path.stem.rpartition("-")[2])):
         figures = re.findall(r": ([\d.]+) bits .*?, KL ([\d.]+ ± [\d.]+) \(99.9 %: ([\d.]+)\)", path.read_text("utf-8"))
@@ -213,14 +213,14 @@ def bytes_table() -> str:
 
 
 def memory_table() -> str:
-    """Table of estimated sizes of whole caches of one model, by preset and context."""
+    """Table of one model's estimated cache sizes, by preset and context."""
     sizes = [llama_sizes(context) for context in CONTEXTS]
     lines = [[f"`{name}`" if name else "bfloat16", *(size_text(of[name]) for of in sizes)] for name in sizes[0]]
     return markdown_table([LLAMA, *CONTEXTS], lines)
 
 
 def cpu_sentence(result: dict[str, Any]) -> str:
-    """A paragraph on the times of a decode step with the longest cache, and of prompts."""
+    """Paragraph on times of a decode step at the longest context, and of prefill."""
     tokens = max(row["tokens"] for row in result["rows"])
     rows = {row["cache"]: row for row in result["rows"] if row["tokens"] == tokens}
     others = ", ".join(f"{rows[name]['step_ms']:.0f} with `{name}`" for name in SENTENCED)
@@ -228,7 +228,7 @@ def cpu_sentence(result: dict[str, Any]) -> str:
     return (
         f"**On a CPU** a decode step of {model} in {dtype} takes {rows['full']['step_ms']:.0f} ms with the full cache "
         f"at {tokens:,} tokens, {others} ({result['hardware']['threads']} threads; [table](docs/guides/cpu.md)). "
-        f"Its prompt takes {rows['best-3bit']['prefill_ratio']:.1f} times as long with `best-3bit` "
+        f"Prefill takes {rows['best-3bit']['prefill_ratio']:.1f} times as long with `best-3bit` "
         "([more](docs/methods/spectral.md))."
     )
 
@@ -242,7 +242,7 @@ def cpu_table(result: dict[str, Any]) -> str:
         rows.setdefault(row["cache"], []).extend(times)
     heads = [f"{head}, {count:,} tokens" for count in counts for head in ("step", "step / full", "prompt / full")]
     hardware = f"{result['hardware']['threads']} threads, {result['hardware']['cpu']}"
-    where = f"{result['model']}, {hardware}, medians of {result['steps']} steps in turns, {result['date'][:10]}"
+    where = f"{result['model']}, {hardware}, medians of {result['steps']} interleaved steps, {result['date'][:10]}"
     table = markdown_table(["cache", *heads], ([name, *times] for name, times in rows.items()))
     return f"{table}\n\n{where}; `{result['command']}`."
 

@@ -82,7 +82,7 @@ def _load() -> None:
 
 
 def _library() -> Path:
-    """Path of the library, whose name tells sources, compiler, flags and versions apart."""
+    """Path of the library, whose name hashes sources, compiler, flags and versions."""
     from torch.utils import cpp_extension  # Slow to import.
 
     key = hashlib.sha256(repr((torch.__version__, platform.machine(), _command())).encode())

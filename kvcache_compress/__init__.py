@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         return found
-    try:  # a room of the package, such as `kvcache_compress.cache`
+    try:  # a subpackage, such as `kvcache_compress.cache`
         return import_module(f".{name}", __name__)
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":

@@ -135,7 +135,7 @@ class LayerRule(StrictOptions):
     @model_validator(mode="after")
     def _method_or_sides(self) -> LayerRule:
         if self.method is not None and (self.keys is not None or self.values is not None):
-            raise ValueError("a rule takes 'method' for both sides, or 'keys' and 'values'; drop one of them")
+            raise ValueError("a rule needs 'method' for both sides, or 'keys' and 'values'; drop one of them")
         if self.method is not None:
             SideConfig(method=self.method)
         if all(value is None for name, value in self if name != "match"):
@@ -205,8 +205,8 @@ class LayerPlan:
         sizes = {group_tokens(self.layout(side, head_dim)) for side in SIDES if self.rope_use(side) == "factors"}
         if len(sizes) > 1:
             raise ValueError(
-                f"{self.keys.method} for keys and {self.values.method} for values need cos and sin of groups of "
-                f"{' and '.join(map(str, sorted(sizes)))} tokens, but a cache can store only one of these; change the "
+                f"{self.keys.method} for keys and {self.values.method} for values need RoPE factors of groups of "
+                f"{' and '.join(map(str, sorted(sizes)))} tokens, but a cache stores only one group size; change the "
                 "method of one side"
             )
         return (self.sink_tokens, sizes.pop()) if sizes else None

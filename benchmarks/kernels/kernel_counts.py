@@ -9,7 +9,7 @@ The step has one query, 4 query heads per key head, a head dimension of 128, and
 the packed tokens run twice, over different numbers of them in one split. The difference per token leaves out what a
 launch does only once. Other kernels are counted per launch, and only the results file has them.
 
-The worst places are lines of Triton whose accesses take more sectors of global memory, or more turns of shared memory,
+The worst places are lines of Triton whose accesses need more global-memory sectors, or more shared-memory wavefronts,
 than necessary. They are printed, and stored in the results file.
 """
 
@@ -64,9 +64,9 @@ class Counts:
 
     Attributes:
         instructions: instructions of warps, by class.
-        touched, needed: sectors of global memory that accesses touch, and that would hold as many bytes.
-        turns, least: turns of shared memory, and how many they would be without conflicts of banks.
-        worst: lines of Triton with most sectors and turns beyond that.
+        touched, needed: global-memory sectors that accesses touch, and that would hold as many bytes.
+        turns, least: shared-memory wavefronts, and how many there would be without bank conflicts.
+        worst: lines of Triton with most sectors and wavefronts beyond that.
     """
 
     instructions: dict[str, float]

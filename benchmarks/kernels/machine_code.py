@@ -153,7 +153,7 @@ KNOWN_STACK = {
 
 Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on sm_100 only), spill registers. The
 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is
-taken, once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end,
+used, once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end,
 and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps up to
 twelve numbers, none of them in its loops. Keys of CommVQ keep six on sm_100 beside values of the paper's
 encoder, and eighteen with a mask."""

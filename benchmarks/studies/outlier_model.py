@@ -4,7 +4,7 @@
     python benchmarks/studies/outlier_model.py --factor 1 --bias 50 --output models/means-50
 
 For outlier channels a few RoPE pairs of all keys are multiplied by a factor, and those of queries are divided by it.
-For large means a constant is added to the keys before RoPE, at the pairs that turn least, so that scores change by
+For large means a constant is added to the keys before RoPE, at the pairs that rotate least, so that scores change by
 nearly the same number for all tokens. `benchmarks/comparisons/outliers.yaml` compares caches on such copies of SmolLM2.
 """
 
@@ -23,7 +23,7 @@ from kvcache_compress.modeling.loading import SMOLLM2, load_model
 PAIRS = (1, 5, 9)
 """RoPE pairs that become outliers."""
 MEANS = 2
-"""Pairs that get a large mean: those that turn least."""
+"""Pairs that get a large mean: those that rotate least."""
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def with_outlier_channels(
 
 @torch.no_grad()
 def with_large_means(model: PreTrainedModel, bias: float) -> PreTrainedModel:
-    """Add `bias` to keys before RoPE, at the real part of the pairs that turn least, in place."""
+    """Add `bias` to keys before RoPE, at the real part of the pairs that rotate least, in place."""
     model.config.attention_bias = True
     for layer in model.model.layers:
         attention = layer.self_attn

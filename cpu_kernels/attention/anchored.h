@@ -1,5 +1,5 @@
-// Queries for keys that are coded in groups, each turned back to the rotation of its first token (spectral keys): they
-// are turned and mapped anew for each group.
+// Queries for keys that are coded in groups, each rotated back to its first token (spectral keys): queries are rotated
+// and mapped anew for each group.
 #pragma once
 
 #include <algorithm>

@@ -113,8 +113,8 @@ struct Queries {
   const AnchoredQueries* anchored = nullptr;
 };
 
-// Adds a run of tokens to the partial softmax `parts` of rows, and their values, weighted, to `sums`: [rows], `apart`
-// numbers from one row to the next.
+// Adds a run of tokens to the partial softmax `parts` of rows, and their weighted values to `sums`, whose rows are
+// `apart` numbers apart.
 inline void attend_run(const Step& step, const Rows& rows, const Queries& queries, const Run& run, Partial* parts,
                        float* sums, int64_t apart) {
   const int64_t k_width = run.keys.width, v_width = run.values.width;

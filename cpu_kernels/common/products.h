@@ -63,8 +63,7 @@ inline void add_weighted(const float* weights, int64_t stride, const float* v, i
   }
 }
 
-// The same for all channels of all rows, whose sums lie `apart` numbers from one row to the next; `width` is a multiple
-// of LANES.
+// The same for all channels of all rows, whose sums are `apart` numbers apart; `width` is a multiple of LANES.
 inline void add_weighted(const float* weights, int64_t stride, const float* v, int64_t count, int64_t width,
                          int64_t rows, float* sums, int64_t apart) {
   each_block(rows, [&]<int ROWS>(int64_t first) {

@@ -1,4 +1,4 @@
-// One side of a layer, keys or values, as `attend` takes it: described once by `describe`, and read at every step.
+// One side of a layer, keys or values, for `attend`: described once by `describe`, and read at every step.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,4 @@
-// Spectral keys: digits of two bits and of one bit along the rows of code space (see codecs/quantizers/digits.py), and
+// Spectral keys: 2-bit and 1-bit digits along the rows of code space (see codecs/quantizers/digits.py), and
 // queries that are mapped anew for each group of tokens.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace kvcache_compress {
 
-// Keys in code space, `scale * level(digit)`. Options: tokens of a group, digits of two bits, digits of one bit.
+// Keys in code space, `scale * level(digit)`. Options: tokens of a group, 2-bit digits, 1-bit digits.
 // Fields: the planes of the digits that there are, the scales of a group, and with RoPE the anchors of the groups.
-// Tables: the levels of a digit of two bits, [4], and of one bit, [2]; then those of `AnchoredQueries`.
+// Tables: the levels of a 2-bit digit, [4], and of a 1-bit digit, [2]; then those of `AnchoredQueries`.
 class DigitDecoder : public Decoder {
  public:
   explicit DigitDecoder(const Side& side) {

@@ -63,7 +63,7 @@ class PairDecoder : public Decoder {
   int64_t pairs_;
 };
 
-// Location of the codes of one level of a tree: see `LevelCodes` in `codecs/quantizers/polar_tree.py`.
+// Location of one level's codes in a tree: see `LevelCodes` in `codecs/quantizers/polar_tree.py`.
 struct LevelCodes {
   int64_t bits, count, field;
   Words words;

@@ -1,7 +1,7 @@
 """Tables of a comparison, one per model and dtype: a row per cache, a column per benchmark.
 
 The first column leads: by it the smallest good cache is found. A perplexity benchmark leads if there is one, because KL
-tells caches apart long before a task's score does.
+distinguishes caches long before a task's score does.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Table:
             skipped = dict.fromkeys(reason for cell in cells for reason in cell.skipped)
             notes += [f"{column.name}, skipped: {reason}" for reason in skipped]
         notes.append(
-            f"Bits are per number. Dense numbers count as {FULL_BITS} bits, whatever dtype the model ran in. Long "
-            "prompts approach the bits of the packed part; these prompts took those of the whole cache. Brackets hold "
+            f"Bits are per number. Dense numbers count as {FULL_BITS} bits, whatever dtype the model ran in. "
+            '"Whole cache" is what these prompts took; on longer prompts it approaches "packed part". Brackets hold '
             "the difference from the full cache and its standard error, compared sample by sample."
         )
         return notes

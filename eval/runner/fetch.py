@@ -126,7 +126,7 @@ MADE = (
 
 
 def remedy(paths: Sequence[Path]) -> str | None:
-    """The command that brings some of these missing files; None if none of them is known."""
+    """The command that fetches or makes some of these missing files; None if none of them is known."""
     wanted = {path.as_posix() for path in paths}
     made = [one for one in MADE if wanted & {one.name, *one.files}]
     if not made and not any(wanted & {data.name, *data.digests} for data in DATA):

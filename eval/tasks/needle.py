@@ -66,12 +66,12 @@ class Needle(Benchmark):
     """A sentence or a pass key hidden in long texts and asked for, over a grid of lengths and depths.
 
     A prompt has as many tokens as its length, or a few less because it is cut at a word. Lengths beyond the model's
-    positions are skipped and named. The needle stands between two sentences. A wording of your own needs `needle`,
+    positions are skipped and named. The needle goes between two sentences. A wording of your own needs `needle`,
     `question` and `answer` together; passkey mode draws the answer itself. Its `answer_prefix` is empty by default.
     Repeats have other haystacks and pass keys.
 
     `scoring="generate"` (the default for a needle) judges the text that the model writes. `"forced"` (the default for a
-    pass key) tests whether each token of the answer is the most likely one, and takes its mean log-probability.
+    pass key) tests whether each token of the answer is the most likely one, and averages log-probabilities.
     """
 
     main_score: ClassVar[str] = "recall"

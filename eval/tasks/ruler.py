@@ -42,7 +42,7 @@ class Ruler(Benchmark):
 
     Without `task`, a file's name (`niah_multikey_3-4096.jsonl`) or its folder's (`vt/validation.jsonl`) tells the kind
     of task. `scoring="generate"` judges the text that the model writes. `"forced"` tests whether each token of the
-    reference is the most likely one, and takes its mean log-probability; it needs tasks with a single reference. Files
+    reference is the most likely one, and averages log-probabilities; it needs tasks with a single reference. Files
     written with a model's chat template need no `chat_template`. `limit` counts rows of each file.
     """
 

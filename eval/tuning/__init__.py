@@ -1,1 +1,1 @@
-"""Tune a cache for a model and a budget: measure what each side of each layer costs, share bits out, and certify it."""
+"""Tune a cache for a model and a budget: measure each side of each layer, allocate bits, and validate the result."""

@@ -1,4 +1,4 @@
-"""Tune a config with bits by layer and side for one model and budget, and certify it on other text."""
+"""Tune a config with bits by layer and side for one model and budget, and validate it on other text."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kvcache_compress.validation import parse_size, quoted
 from .loss import Loss, Window
 from .rules import Plans, plans_of, rules_yaml
 from .sensitivity import Ends, Progress, Sensitivity, Sides, measure, with_bits
-from .tune import Budget, certify, tune
+from .tune import Budget, tune, validate
 
 LEVELS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 """Bits that a side of a layer may have, if its method has them."""
 SINKS, RECENT = (4, 16, 64), (32, 64, 128, 256)
 """Numbers of dense tokens that are tried for a budget in bytes."""
 CHECKS, SCORED = 3, 256
-"""Windows of each text on which a config is certified, and tokens scored in each."""
+"""Windows of each text on which a config is validated, and tokens scored in each."""
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """Certified losses of configs.
+    """Losses of configs on held-out text.
 
     Attributes:
         title: the budget or the preset, and the texts on which the losses were measured.
@@ -53,7 +53,7 @@ def verify_config(
     statistics: Path | None = None, dtype: str = "float32", device: str | None = None,
     on_progress: Progress = lambda done, total, label: None,
 ) -> TuningResult:  # fmt: skip
-    """Measure the loss of a preset or a YAML file, as `tune_config` certifies its result.
+    """Measure the loss of a preset or a YAML file, as `tune_config` validates its result.
 
     Raises:
         ValueError: No such preset or model, they do not go together, or a text is missing or too short.
@@ -62,7 +62,7 @@ def verify_config(
     texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
     checks = [sample for text in texts for sample in _cut(loaded, tokenizer, text, prefix, CHECKS)]
-    (loss,) = certify(_windows(loaded, checks), [config], on_progress)
+    (loss,) = validate(_windows(loaded, checks), [config], on_progress)
     return TuningResult(f"{preset}, {_named(texts)}", {preset: loss})
 
 
@@ -118,18 +118,18 @@ def tune_config(
     found = measure(loaded, measured, config, choices, references, record, on_progress, tried)
     tuned = tune(found, config, choices, budget)
     configs = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
-    losses = certify(_windows(loaded, checks), list(configs.values()), on_progress)
+    losses = validate(_windows(loaded, checks), list(configs.values()), on_progress)
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"
-    certified_on = _named(check_texts or texts)
+    validated_on = _named(check_texts or texts)
     result = TuningResult(
-        f"{wanted}, {certified_on}",
+        f"{wanted}, {validated_on}",
         dict(zip(configs, losses, strict=True)),
         (tuned.expected, tuned.expected_uniform),
     )
     name = Path(loaded.name_or_path or type(loaded).__name__).name
     header = [
         f"Tuned by `kvcache-compress tune` for {name}, {wanted}.",
-        f"Measured on {_named(texts)}; certified on {certified_on}, with the full cache as reference:",
+        f"Measured on {_named(texts)}; validated on {validated_on}, with the full cache as reference:",
         *(f"  {name}: {_line(loss)}" for name, loss in result.losses.items()),
     ]
     write_atomically(output, "".join(f"# {line}\n" for line in header) + _yaml(tuned.config))
@@ -165,7 +165,7 @@ def _samples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Path], check_texts: Sequence[Path],
     windows: int, prefix: int, scored: int,
 ) -> tuple[list[Sample], list[Sample]]:  # fmt: skip
-    """Windows to measure on, and windows to certify on that do not overlap with them.
+    """Windows to measure on, and held-out windows to validate on.
 
     Raises:
         ValueError: A text is too short for both, or is among `check_texts` too.
@@ -182,7 +182,7 @@ def _samples(
         if len(found) <= windows and not check_texts:
             raise ValueError(
                 f"text={quoted(str(path))} is too short for {windows} windows of {prefix} + {SCORED} tokens to measure "
-                "on and one to certify on; give a longer text, a --check-text, or fewer --windows"
+                "on and one to validate on; give a longer text, a --check-text, or fewer --windows"
             )
     short = (sample.data | {"continuation": sample.data["continuation"][:scored]} for sample in measured)
     return [replace(sample, data=data) for sample, data in zip(measured, short, strict=True)], checks

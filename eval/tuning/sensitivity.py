@@ -1,9 +1,9 @@
 """Measure how sensitive each side of each layer is: its KL when it alone is compressed, and how that falls with bits.
 
-The KL of a cache is close to the sum of the KLs of its sides, because errors of different layers are nearly independent
-and the KL is quadratic in them. Each side is measured at one number of bits; at others it follows the curve of its
-kind (keys or values under one method), which is measured with that side of all layers compressed. What dense tokens at
-both ends are worth is measured as a factor of the whole KL. Results go to a file at once, and a later run reuses them.
+A cache's KL is close to the sum of its sides' KLs, because errors of different layers are nearly independent and the KL
+is quadratic in them. Each side is measured at one number of bits; at others it follows the curve of its kind (keys or
+values under one method), which is measured with that side of all layers compressed. Each number of sinks and recent
+tokens gets a measured KL factor. Results go to a file at once, and a later run reuses them.
 """
 
 from __future__ import annotations

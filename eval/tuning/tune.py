@@ -1,4 +1,4 @@
-"""Distribute a budget over the sides of layers, and certify the resulting config on other text."""
+"""Distribute a budget over the sides of layers, and validate the resulting config on other text."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Bu
 
 
 def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget) -> str:
-    """Error message for a budget that nothing fits, with what is missing for the cheapest config."""
+    """Error message for a budget that nothing fits, with the bits that the cheapest config lacks."""
     sinks, recent = min(found.ends, key=sum)
     if budget.tokens and budget.tokens <= sinks + recent:
         return f"context={budget.tokens}: {sinks + recent} tokens stay dense, so nothing would be packed; raise it"
@@ -143,7 +143,7 @@ def _best(
         if spare >= -1e-6:
             loss = sum(of_unit[number] for of_unit, number in zip(losses, chosen, strict=True))
             return _checked(with_plans(base, plans), plans), loss
-        # The allocation brought in methods with tables, cos or sin that the allowance did not count.
+        # The allocation chose methods with tables, cos or sin that the allowance did not count.
         allowed = sum(of_unit[number] for of_unit, number in zip(steps, chosen, strict=True)) / STEPS + spare
     return None
 
@@ -206,7 +206,7 @@ def _cost(choice: SideConfig, side: Side, head_dim: int) -> float:
     return bytes_per_token(choice.codec().layout(choice.options(), side, head_dim))
 
 
-def certify(
+def validate(
     windows: Sequence[Callable[[], Window]], configs: Sequence[CompressionConfig], on_progress: Progress
 ) -> list[Loss]:
     """Measure the loss of caches of some configs on the same windows, each of which is prefilled once.

@@ -68,7 +68,7 @@ def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """Make the mask of the previous attention; the fused paths take the same mask."""
+    """Make the mask of the previous attention; the fused paths use the same mask."""
     return ALL_MASK_ATTENTION_FUNCTIONS[_previous_name(kwargs["config"])](*args, **kwargs)
 
 
@@ -212,8 +212,8 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
     if decoder._attn_implementation != ATTENTION_NAME:
         if not inner._can_set_attn_implementation():
             raise ValueError(
-                f"{type(inner).__name__} does not take its attention from Transformers' attention interface, so fused "
-                "attention is impossible. Compressed caches work without it, only slower"
+                f"{type(inner).__name__} does not use Transformers' attention interface, so fused attention is "
+                "impossible. Compressed caches work without it, only slower"
             )
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
         AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)

@@ -41,7 +41,7 @@ def check_backend(choice: str, codecs: Iterable[tuple[type[Codec], Any, Side]]) 
 
 
 def resolve_backend(choice: str, device: torch.device, codecs: Iterable[tuple[type[Codec], Any, Side]] = ()) -> Backend:
-    """Return the back end of a layer on `device`; `auto` takes the first that supports the device and all codecs.
+    """Return the back end of a layer on `device`; `auto` is the first that supports the device and all codecs.
 
     `choice` and `codecs` are as in `check_backend`.
 

@@ -29,9 +29,9 @@ class TorchBackend(Backend):
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
         """Choose how a call attends.
 
-        This back end takes decode steps, and chunks that `takes` accepts. Longer chunks go tile by tile if the layer is
-        long (or `always_tiles` is set). All else, and chunks over layers without packed tokens, is left to the model's
-        own attention.
+        This back end serves decode steps, and chunks that `takes` accepts. Longer chunks go tile by tile if the layer
+        is long (or `always_tiles` is set). All else, and chunks over layers without packed tokens, is left to the
+        model's own attention.
         """
         if self.takes(call, keys, values) and (keys.packed or call.query.shape[2] <= MAX_DECODE_TOKENS):
             return self

@@ -34,7 +34,7 @@ class BenchResult:
 
 
 def attention_shape(model: str) -> Shape:
-    """Shape of a model's attention; takes and raises the same as `estimate.model_shape`."""
+    """Shape of a model's attention; same arguments and errors as `estimate.model_shape`."""
     return Shape(*model_shape(model)[1:])
 
 
@@ -57,7 +57,7 @@ def run_bench(
         presets: names or YAML files; `PRESETS` if empty.
         batches, lengths: numbers of sequences, and of packed tokens in each; `LENGTHS` of the device if `lengths` is
             empty.
-        repeats: calls of which the median is taken.
+        repeats: timed calls; the result is their median.
         dtype: dtype of the model; the device's default if None.
         device: `cpu` or `cuda`; if None the GPU, if there is one.
         output: JSON file for all figures and how they were measured.

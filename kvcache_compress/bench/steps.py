@@ -26,7 +26,7 @@ class StepTime:
         cache: name of the cache.
         tokens: tokens of the prompt.
         step_ms: median time of a decode step.
-        ratio: time of a step relative to the first cache's in the same turn, median over the turns.
+        ratio: time of a step relative to the first cache's in the same round, median over the rounds.
         decode_seconds: time of all steps together, the slow ones among them in which tokens are packed.
         prefill_seconds: time of the prompt in one piece.
         prefill_ratio: that time relative to the first cache's.
@@ -47,9 +47,9 @@ class StepTime:
 def measure_steps(
     model: PreTrainedModel, specs: Sequence[CacheSpec], ids: torch.Tensor, steps: int = 32, prefills: int = 1
 ) -> list[StepTime]:
-    """Fill a cache of each kind with the prompt `ids` `[B, T]`, then decode `steps` tokens with each, in turns.
+    """Fill a cache of each kind with the prompt `ids` `[B, T]`, then decode `steps` tokens with each, interleaved.
 
-    Compressed caches use fused attention. The prompt runs `prefills` times per cache, also in turns, and the fastest
+    Compressed caches use fused attention. The prompt runs `prefills` times per cache, also interleaved, and the fastest
     counts. The others are compared with the first cache, which must not fail.
     """
     caches: dict[str, Cache] = {}

@@ -91,7 +91,7 @@ class MethodCache(CompressedCache):
         return {"keys": SideConfig.of({"method": method, **options}), "values": SideConfig.of(named)}
 
     def _method(self, options: dict[str, Any]) -> str:
-        """Name of the method; takes what chooses it out of the options."""
+        """Name of the method; removes from the options what chooses it."""
         return self.names[0]
 
     def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:

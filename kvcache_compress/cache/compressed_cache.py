@@ -135,7 +135,7 @@ class CompressedCache(Cache, ModelListener):
         """Create an empty cache of this class without calling its constructor, whose arguments differ by class."""
         methods = compression.keys.method, compression.values.method
         if cls.methods is not None and cls.methods.isdisjoint(methods):
-            raise ValueError(f"it holds keys of {methods[0]} and values of {methods[1]}: use CompressedCache.load")
+            raise ValueError(f"its keys are {methods[0]} and its values {methods[1]}; use CompressedCache.load")
         cache = cls.__new__(cls)
         CompressedCache.__init__(cache, config, compression)
         return cache

@@ -44,7 +44,7 @@ def demo(
         table.add_row(run.name, size_text(run.held), f"{run.first:.1f} s", f"{1000 * run.step:.0f} ms", *loss)
     console.print(table)
     console.print(
-        "Memory counts uncompressed numbers as 16 bits; dense windows, tables and spare capacity weigh less in longer "
+        "Memory counts uncompressed numbers as 16 bits; dense windows, tables and spare capacity matter less in longer "
         "texts. KL is the mean divergence of the next-token distribution from the full cache's, in nats; same top is "
         "the share of tokens with the same most likely token. Both are measured on 128 tokens after the first 1,024."
     )

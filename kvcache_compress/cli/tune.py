@@ -70,7 +70,7 @@ def tune(
     with errors_as_lines():
         if verify is not None:
             if bits is not None or memory is not None or output is not None:
-                raise ValueError("--verify certifies a preset as it is; drop --bits, --memory and --output")
+                raise ValueError("--verify measures a preset as it is; drop --bits, --memory and --output")
             result = verify_config(model, verify, check_text or text or [], **common)
         else:
             if output is None:

@@ -23,7 +23,7 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
     least = [min(of_unit) for of_unit in costs]
     spare = min(budget, sum(max(of_unit) for of_unit in costs)) - sum(least)
     if spare < 0:
-        raise ValueError(f"a budget of {budget}: the cheapest choices take {sum(least)}")
+        raise ValueError(f"budget={budget}: the cheapest choices cost {sum(least)}")
     best = np.zeros(spare + 1)
     taken = np.zeros((len(costs), spare + 1), dtype=np.int16)
     for unit, (of_unit, lost) in enumerate(zip(costs, losses, strict=True)):

@@ -45,7 +45,9 @@ def check_head_dim(method: str, head_dim: int, multiple: int, least: int) -> Non
     """Raise `ValueError` for a head dimension that a method does not support, naming methods that do."""
     if head_dim % multiple or head_dim < least:
         advice = "use none" if method == "turboquant" else "use turboquant (multiples of 8 from 16) or none (any)"
-        raise ValueError(f"head_dim={head_dim} for {method} must be a multiple of {multiple} from {least} on; {advice}")
+        raise ValueError(
+            f"head_dim={head_dim} for {method} must be a multiple of {multiple}, at least {least}; {advice}"
+        )
 
 
 def words_per_token(width: int) -> int:

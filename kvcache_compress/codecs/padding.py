@@ -44,7 +44,7 @@ class LeftPadding:
     def exchange_(self, x: torch.Tensor, sinks: int, bound: int | torch.Tensor | None = None) -> torch.Tensor:
         """Exchange tokens, the last dimension of `x` `[B, ..., T]`, in place; a second call undoes the first.
 
-        Only the first `bound` tokens take part, by default all.
+        Only the first `bound` tokens are exchanged, by default all.
         """
         return _exchange_(x, self.partners(sinks, x.shape[-1] if bound is None else bound, x.device))
 

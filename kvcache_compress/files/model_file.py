@@ -102,11 +102,11 @@ class ModelFile:
     def local_heads(self, heads: int, head_dim: int) -> slice:
         """Heads of the file that a layer with `heads` heads holds: all or, under tensor parallelism, a process's share.
 
-        Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a
-        model. n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
+        Transformers gives each of a model's n processes a contiguous run of key/value heads, in rank order. Tensor
+        parallelism is the mesh's innermost dimension, so data-parallel copies repeat this every n ranks.
 
         Raises:
-            ValueError: the layer's heads are no such share.
+            ValueError: these heads do not match the file.
         """
         held, (rank, processes) = self.facts.kv_heads, process_rank()
         shares, rest = divmod(held, heads)

@@ -28,8 +28,8 @@ def longest(x: torch.Tensor) -> torch.Tensor:
 def not_packable_error(what: str, layer: int) -> ValueError:
     """Make the error for keys or values that are not finite or have a norm above `LONGEST`."""
     return ValueError(
-        f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed. Try a "
-        "wider dtype for the model"
+        f"{what} of layer {layer} hold NaN, infinity or norms above {LONGEST:g}, which cannot be packed. Try a wider "
+        "dtype for the model"
     )
 
 
@@ -149,5 +149,5 @@ def check_croppable(layers: Iterable[Any]) -> None:
         if not hasattr(layer, "crop") or (limited and not getattr(layer, "record_past", True)):
             raise ValueError(
                 f"layer {index}, a {type(layer).__name__}, cannot be cropped: it does not record its past. Call "
-                "cache.activate_past_recording() before the first token, if all layers have it"
+                "cache.activate_past_recording() before the first token, if all layers support it"
             )

@@ -117,7 +117,7 @@ class DynamicStorage:
                 even if this call has packed them.
 
         Raises:
-            ValueError: a vector to be encoded is not finite or too long for 16 bits.
+            ValueError: a vector to be encoded holds NaN or infinity, or its norm is above 65504.
         """
         length = self.tokens
         self.checks.raise_for_known()
@@ -156,7 +156,7 @@ class DynamicStorage:
         return self.views()
 
     def _exchanged(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Swap new tokens that are sinks of left-padded rows with the padding in the sinks."""
+        """In left-padded rows, exchange padding held as sinks with the new tokens that belong there."""
         record, sinks = self.sides["keys"].padding, self.windows.sinks
         if not length:
             record.begin(keys)

@@ -107,7 +107,7 @@ class StepBuffers:
             state.store.write(groups, state.codec.encode(x, self._rope(state, count)), state.codec.group)
 
     def exchange_new_sinks(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
-        """Swap new tokens that are sinks of left-padded rows with the padding in the sinks."""
+        """In left-padded rows, exchange padding held as sinks with the new tokens that belong there."""
         for side, x in fresh.items():
             sinks, fresh[side] = padding.exchange_new(self.sinks[side], x, self.length, self.windows.sinks)
             self.sinks[side].copy_(sinks)

@@ -186,9 +186,9 @@ def stubborn(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def test_attention_that_cannot_be_switched(stubborn: LlamaForCausalLM) -> None:
     before = stubborn.config._attn_implementation
-    with pytest.raises(ValueError, match="BuiltIn does not take its attention from"):
+    with pytest.raises(ValueError, match="BuiltIn"):
         enable_fused_attention(stubborn)
-    with pytest.raises(ValueError, match="does not take its attention"), compress(stubborn, TURBOQUANT, fused=True):
+    with pytest.raises(ValueError, match="BuiltIn"), compress(stubborn, TURBOQUANT, fused=True):
         pass
     assert stubborn.config._attn_implementation == before
     assert "generate" not in vars(stubborn)
@@ -216,7 +216,7 @@ class HandMade(PreTrainedModel):
 
 
 def test_other_models() -> None:
-    with pytest.raises(ValueError, match="HandMade does not take its attention"):
+    with pytest.raises(ValueError, match="HandMade"):
         enable_fused_attention(HandMade(small_config()))
     for function in (enable_fused_attention, disable_fused_attention):
         with pytest.raises(ValueError, match="a transformers PreTrainedModel, or a PeftModel around one"):

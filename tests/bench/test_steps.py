@@ -1,4 +1,4 @@
-"""Timing of decode steps with several caches in turns."""
+"""Timing of interleaved decode steps with several caches."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def cache() -> CompressedCache:
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_updates(cache: CompressedCache, layer: int, tokens: int) -> None:
-    """Steps and chunks that do not fit are refused, also by an empty cache if no cache could take them."""
+    """Steps and chunks that do not fit are refused, also by an empty cache if no cache could hold them."""
     before = contents(cache)
     for name, pair in tensors(tokens).items():
         assert outcome(lambda pair=pair: cache.update(*pair, layer)) != ACCEPTED, name

@@ -57,7 +57,7 @@ def test_turboquant_by_hand() -> None:
     numbers = 2 * ROWS * TOKENS * DIM
     assert report.full_bytes == 4 * numbers
     assert report.packed_bits_per_number == 4.25
-    # Room for sinks, the window and what leaves it together, a token in the bytes that one of the 28 dense ones takes.
+    # Sinks, the window and what leaves it together, at the bytes of one of the 28 dense tokens each.
     assert report.total_bytes_at_16 == report.total_bytes - dense // 28 * (4 + 8 + 32) // 2
     assert report.bits_per_number == layer.bits_per_number == 8 * report.total_bytes_at_16 / numbers
     assert report.ratio == 4 * numbers / report.total_bytes

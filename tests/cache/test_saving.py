@@ -162,7 +162,7 @@ def test_shares_of_tensor_parallelism(tmp_path: Path) -> None:
 
 
 def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
-    """A class of one method takes files of its method alone; its constructor's own arguments play no part."""
+    """A class of one method loads only files of its method; its constructor's own arguments do not matter."""
     saved = KIVICache(config(), bits=4)
     for index in range(4):
         saved.update(*states(200, index), index)
@@ -262,7 +262,7 @@ def test_layers_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_may_end_in_a_draft(tmp_path: Path) -> None:
-    """Both sides take their statistics together, though nothing is packed yet."""
+    """Both sides measure their statistics together, though nothing is packed yet."""
     sides = {side: {"method": "turboquant", "bits": 3.5} for side in ("keys", "values")}
     saved = CompressedCache(small_config(), {**sides, "sink_tokens": 4, "recent_tokens": 8})
     saved.activate_past_recording()

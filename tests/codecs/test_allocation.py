@@ -29,5 +29,5 @@ def test_no_other_share_loses_less(seed: int) -> None:
 
 
 def test_a_budget_below_the_cheapest_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a budget of 3: the cheapest choices take 4"):
+    with pytest.raises(ValueError, match=r"budget=3: the cheapest choices cost 4"):
         allocate([[2, 5], [2]], [[1, 0], [1]], 3)

@@ -46,7 +46,7 @@ def test_codes_decode_to_the_levels_of_their_path(bits: int) -> None:
 
 
 def test_paths_are_the_best_of_those_that_end_alike() -> None:
-    """The encoder's path has the least error of all closed ones of 16 codes of one bit that end with the same codes."""
+    """The encoder's path has the least error of all closed paths (16 one-bit codes) that end with the same codes."""
     width, z = 16, unit_vectors(300, 16)
     levels = trellis.trellis_levels(width, 1).float()
     every = (torch.arange(2**width)[:, None] >> torch.arange(width)) & 1

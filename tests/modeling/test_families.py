@@ -40,7 +40,7 @@ FULL_FIRST: dict[str, dict[str, Any]] = {
     "falcon_h1": {"num_hidden_layers": 1},
     **dict.fromkeys(SLIDING_ALONE_ROTATES, THEN_SLIDING),
 }
-"""Configs with full attention first: sliding windows and recurrent states would bring positions into later keys."""
+"""Configs with full attention first: sliding windows and recurrent states would mix positions into later keys."""
 
 
 PAIRS = [

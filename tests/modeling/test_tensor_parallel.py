@@ -83,7 +83,7 @@ def test_same_as_one_process(files: dict[str, str], found: dict[str, Any]) -> No
 
 
 def test_an_encoder_cannot_be_shared_out(found: dict[str, Any]) -> None:
-    assert "takes all 4 heads of a token together, and tensor parallelism leaves 2 here" in found["encoder"]
+    assert "needs all 4 heads of a token together, and tensor parallelism leaves 2 here" in found["encoder"]
 
 
 def codec(path: str, heads: int, side: str = "keys", head_dim: int = HEAD_DIM) -> CommVQCodec:

@@ -29,7 +29,7 @@ from kvcache_compress.modeling import loading
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PACKAGE = Path(kvcache_compress.__file__).parent
-ROOMS = ("kvcache_compress", "eval", "cpu_kernels", "triton_kernels")
+PACKAGES = ("kvcache_compress", "eval", "cpu_kernels", "triton_kernels")
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 SHORTENED = CHAT.replace("message.content }}", "message.content if message.role != 'assistant' else '...' }}")
 """A chat template that writes earlier answers differently from how they were generated, as those of reasoners do."""
@@ -132,7 +132,7 @@ def test_the_chat_takes_back_what_its_template_changed(scope: dict[str, Any], mo
 
 def test_messages_that_are_explained_exist() -> None:
     """Each part of a message between its dots is in the source, whose string literals may be split over lines."""
-    source = "".join(path.read_text(encoding="utf-8") for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
     joined = re.sub(r'"\s*\n\s*f?"', "", source)
     table = (ROOT / "docs/guides/troubleshoot.md").read_text(encoding="utf-8").split("| message |")[1].split("\n\n")[0]
     messages = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)

@@ -47,7 +47,7 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
 
 
 def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
-    """A new room that is missing from the list of packages would work in a checkout, and nowhere else."""
+    """A new package that is missing from the list would work in a checkout, and nowhere else."""
     setuptools = PROJECT["tool"]["setuptools"]
     mapped = [name for name in setuptools["package-dir"].values() if name != "configs"]
     folders = {path.parent.relative_to(ROOT) for top in mapped for path in (ROOT / top).rglob("*.py")}

@@ -158,7 +158,7 @@ class OracleLayer(DynamicLayer):
         self.packed = 0
         self.prepared = False
         self.learned: list[Codec] = []
-        """Codecs that have taken their statistics without queries."""
+        """Codecs that have measured their statistics without queries."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

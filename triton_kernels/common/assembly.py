@@ -1,7 +1,7 @@
-"""Building blocks of the fast path on NVIDIA GPUs: assembly over packed half-precision numbers, and what it loads.
+"""Building blocks of the fast path on NVIDIA GPUs: assembly over packed float16 numbers, and what it loads.
 
-`prmt.b32` looks up four bytes at once in a table of eight, with packed nibbles as selectors. A level takes two lookups,
-one per byte; another `prmt` interleaves four low and four high bytes into two pairs of levels, half2. A block takes any
+`prmt.b32` looks up four bytes at once in a table of eight, with packed nibbles as selectors. A level needs two lookups,
+one per byte; another `prmt` interleaves four low and four high bytes into two pairs of levels, half2. A block gets any
 two words A and B of a thread and returns pairs (A_j, B_j) of their fields j.
 `tests/triton_kernels/attention/test_attention.py` runs the assembly without a GPU.
 """
@@ -94,12 +94,12 @@ def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED:
 
 
 @triton.jit
-def turned(b_tiles):
+def transposed(b_tiles):
     """Transpose each tile."""
-    b_turned = ()
+    b_transposed = ()
     for i in tl.static_range(len(b_tiles)):
-        b_turned = b_turned + (tl.trans(b_tiles[i]),)
-    return b_turned
+        b_transposed = b_transposed + (tl.trans(b_tiles[i]),)
+    return b_transposed
 
 
 @triton.jit
@@ -130,14 +130,14 @@ def product(b_x, b_y):
 
 
 def warps(width: int) -> int:
-    """Warps that it takes to hold the sums of `width` channels in registers."""
+    """Warps needed to hold the sums of `width` channels in registers."""
     return max(1, padded_words(width) // 16)
 
 
 def places(words: int) -> torch.Tensor:
     """`prmt` selectors of narrow words within 32-bit words, int32 `[words]`.
 
-    The low half selects bytes A B A B: nibbles 0 and 2 are taken from A's entry, 1 and 3 from B's. The high half
+    The low half selects bytes A B A B: nibbles 0 and 2 come from A's entry, 1 and 3 from B's. The high half
     selects halves A B: the low byte from A's entry, the high byte from B's.
     """
     byte = torch.arange(words, dtype=torch.int32, device="cpu") % 4

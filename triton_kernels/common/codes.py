@@ -1,8 +1,8 @@
 """Bit planes in registers: unpacking for the attention kernel, packing for the encode kernels (see `layout.py`).
 
 The codes of a tile of tokens are a tuple of tiles in code order, each with one field of all words: unpacking moves no
-number between threads. If a token has fewer than 16 words, the depth of the tensor cores' operands, a tile holds
-several fields, one after the other.
+number between threads. If a token has fewer words than the tensor cores' K dimension, 16, a tile holds several fields,
+one after the other.
 """
 
 import triton
@@ -44,9 +44,8 @@ def load_columns(p_words, o_row, o_t, m_t, WORDS: tl.constexpr):
 def load_scales(p_scales, o_row, o_t, m_t):
     """Load a number per token, `[T]`, zero where `m_t` is false.
 
-    Numbers of 8 and 16 bits are read as words of 32: the compiler copies nothing narrower to shared memory ahead of
-    time, and in each turn a warp would wait for memory. The last word may end up to three bytes behind the buffer,
-    where PyTorch's allocations have room.
+    Numbers of 8 and 16 bits are read as 32-bit words: the compiler prefetches nothing narrower, and in each iteration a
+    warp would wait for memory. The last word may end up to three bytes behind the buffer, within PyTorch's allocation.
     """
     WIDTH: tl.constexpr = p_scales.dtype.element_ty.primitive_bitwidth
     if WIDTH == 32:

@@ -1,7 +1,7 @@
-"""Codes of even levels as numbers where they lie in a word, without a lookup.
+"""Read codes of uniform levels as numbers in place, without a lookup.
 
-Masked in a word of 16 bits, a code is a half-precision number below the normal ones, `code · 2^(place - 24)`. Maps of
-queries and outputs take in the places and the middle of the codes (`in_place`).
+With a 16-bit word's other bits masked off, a code is a subnormal float16, `code · 2^(place - 24)`. Query and output
+maps absorb the places and the middle code (`in_place`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .assembly import assembled, block, joined, load_bytes, load_halves, text, turned
+from .assembly import assembled, block, joined, load_bytes, load_halves, text, transposed
 from .codes import load_columns, load_words, tile_width
 
 UNIT = tl.constexpr(2.0**-24)
@@ -26,7 +26,7 @@ def place(field, bits):
 
 
 def _placed(bits: int) -> tl.constexpr:
-    """Mask codes where they lie: half-precision numbers below the normal ones, `code · 2^(place - 24)`."""
+    """Mask codes where they lie: subnormal float16 numbers, `code · 2^(place - 24)`."""
     lines, fields = [], list(range(8))
     if bits == 1:
         lines = [
@@ -64,7 +64,7 @@ def placed(
 ):  # fmt: skip
     """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `lookup.levels`.
 
-    It takes one instruction per two codes, and one or less to put the next fields in place.
+    This costs one instruction per two codes, and at most one to put the next fields in place.
     """
     COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and BITS > 1
     if BITS == 1:
@@ -80,7 +80,7 @@ def placed(
     else:
         b_codes = assembled(PLACED_TWO if BITS == 2 else PLACED_FOUR, (b_words,))
     if COLUMNS:
-        b_codes = turned(b_codes)
+        b_codes = transposed(b_codes)
     if PADDED < 16:
         b_codes = joined(b_codes)
     return b_codes
@@ -99,12 +99,12 @@ def placed_codes(b_codes, PADDED: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.co
 
 @triton.jit
 def middle_tile(TOKENS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """Tile of constants that is multiplied with what `in_place` adds for the middle code."""
+    """Constant tile that multiplies the rows that `in_place` adds for the middle code."""
     return tl.full([TOKENS, 16], 2.0**BITS * (UNIT if FAST else 1.0), DTYPE)
 
 
 def places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows of a map `[H, W, D]` in the order of codes, divided by the places of these codes."""
+    """Rows of a map `[H, W, D]`, in code order, each divided by `2 ** place` of its code."""
     field = torch.arange(rows.shape[1], device=rows.device) * 8 // rows.shape[1]
     return rows * 2.0 ** -place(field, bits)[:, None]
 
@@ -112,8 +112,8 @@ def places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
 def in_place(rows: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
     """Rows of a map `[H, W, D]` for codes in place, and 16 more for the middle code: `[H, W + 16, D]`.
 
-    Rows are of levels a distance of 1 apart, in the order of codes. The middle of queries is divided into shares of
-    different lengths, so that they are not all rounded alike.
+    Rows are in code order, for levels a distance of 1 apart. The middle code of keys is split into unequal shares, so
+    that they are not all rounded alike.
     """
     shares = torch.arange(1.0, 17.0, device=rows.device) / 136 if keys else torch.eye(16, device=rows.device)[0]
     middle = -(2**bits - 1) / 2 * 2.0**-bits * rows.sum(1, keepdim=True) * shares[:, None]

@@ -1,7 +1,7 @@
-"""Unpack words of codes to half-precision levels by tables of bytes: the fast path on NVIDIA GPUs.
+"""Unpack words of codes to float16 levels by tables of bytes: the fast path on NVIDIA GPUs.
 
-Four-bit codes look up magnitudes and take their sign from the top bit: they count from zero outwards
-(`lloyd_max.outward`). Even levels of four bits ascend and need no table: a code in the mantissa of 1024 is a number.
+Four-bit codes look up magnitudes, and their top bit is the sign: they count from zero outwards (`lloyd_max.outward`).
+Uniform levels of four bits ascend and need no table: a code in the mantissa of 1024 is a number.
 
 `levels` returns one tile per field j of a token's words (see `codes.py`).
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, places, text, turned
+from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, places, text, transposed
 from .codes import in_halves, load_columns, load_words
 
 
@@ -76,9 +76,9 @@ def four_bits(a: str, b: str, *tables: tuple[str, str, str, str]) -> tl.constexp
 
 
 def _four_even_bits() -> tl.constexpr:
-    """Unpack even four-bit codes to 4 (code - 7.5), exactly.
+    """Unpack uniform four-bit codes to 4 (code - 7.5), exactly.
 
-    The code lies at bit 2 of the mantissa of 1024, less 1054, or at bit 6, of which a sixteenth less 94.
+    A code at bit 2 of the mantissa of 1024 makes 1024 + 4 code, less 1054; at bit 6, 1024 + 64 code, over 16, less 94.
     """
     lines = ["mov.b32 r4, 0xe41ee41e", "mov.b32 r5, 0x2c002c00", "mov.b32 r6, 0xd5e0d5e0"]
     for half, order in ((0, "0x5410"), (1, "0x7632")):
@@ -101,7 +101,7 @@ FOUR_EVEN_BITS = block(_four_even_bits(), 8, 2)
 
 @triton.constexpr_function
 def unit(bits):
-    """Distance between neighbouring even levels, as `levels` returns them."""
+    """Distance between neighbouring uniform levels, as `levels` returns them."""
     return 4 if bits == 4 else 1
 
 
@@ -119,10 +119,10 @@ def levels(
     FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, VALUES: tl.constexpr = False,
 ):  # fmt: skip
-    """Tiles of float16 levels of two to four bits; `words` holds their table from `FIRST` on, as `byte_table` makes it.
+    """Tiles of float16 levels for codes of two to four bits; `words[FIRST:]` starts with their table from `byte_table`.
 
-    Even levels are the codes less half the largest, times `unit`; of four bits they need no table. The last of `words`
-    is the tile of `places`, if needed. VALUES: tokens will be the depth of the product.
+    Uniform levels are `unit · (code - half the largest)`; at four bits they need no table. The last of `words` is the
+    tile of `places`, if needed. VALUES: the product sums over tokens.
     """
     COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and (BITS == 2 or BITS == 4)
     if COLUMNS:
@@ -141,20 +141,20 @@ def levels(
     else:
         b_levels = assembled(FOUR_BITS, (b_words,) + words[FIRST : FIRST + 4])
     if COLUMNS:
-        b_levels = turned(b_levels)
+        b_levels = transposed(b_levels)
     if PADDED < 16:
         b_levels = joined(b_levels)
     return b_levels
 
 
 def even_tables(bits: int) -> list[torch.Tensor]:
-    """Table that `levels` needs for even codes; an empty list if none."""
+    """Table that `levels` needs for uniform levels; an empty list if none."""
     codes = torch.arange(2**bits, device="cpu")
     return [byte_table(codes - (2**bits - 1) / 2, bits)] if bits in (2, 3) else []
 
 
 def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
-    """`KernelSide.words` and `places` for one component of even codes."""
+    """`KernelSide.words` and `places` for one component with uniform levels."""
     parts, count = even_tables(bits), places_needed(width, bits)
     if count:
         parts.append(places(count))

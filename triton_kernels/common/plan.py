@@ -2,7 +2,7 @@
 
 Triton's own launch inspects all arguments (42 of the attention kernel, and the members of its tuples) to find the
 kernel compiled for their types, alignments and constants. A plan remembers the compiled kernel and the constants, and
-passes addresses where Triton takes tensors. Its owner compares everything else that Triton inspects.
+passes addresses where Triton expects tensors. Its owner compares everything else that Triton inspects.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Books(NamedTuple):
     """Constants of the residual form.
 
     groups: groups of a head; rounds: rounds of a group; width: pairs of a key's group, or numbers of a value's.
-    bits: bits of an index; row: bytes of a token's codes; rotary: pairs of keys that RoPE turns.
+    bits: bits of an index; row: bytes of a token's codes; rotary: pairs of keys that RoPE rotates.
     """
 
     groups: int
@@ -45,7 +45,7 @@ class Books(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Constants of the encoder form: words of a head's bits, the same padded (`codes.py`), and heads."""
+    """Constants of the encoder form: words of a head's bits, padded words (`codes.py`), and heads."""
 
     words: int
     padded: int

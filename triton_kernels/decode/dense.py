@@ -1,12 +1,12 @@
 """Device functions of uncompressed tokens: the simplest example of the contract that all device functions follow.
 
 SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, FAST) -> [T, M] float32
-    b_q: tuple of query tiles `[width, M]`, one per entry of `KernelSide.widths`, in the operands' dtype; turned queries
-    (`spectral.py`) are those of the tile's group, and followed by their constants `[M]`;
+    b_q: tuple of query tiles `[width, M]`, one per entry of `KernelSide.widths`, in the operands' dtype; rotated
+    queries (`spectral.py`) are those of the tile's group, followed by their constants `[M]`;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
     words: `KernelSide.words`, as tiles; empty unless FAST;
     p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, if the codec uses them;
-    i_h: key/value head; s_head: rows from one head to the next; o_row: int64 row of the tile's first token,
+    i_h: key/value head; s_head: stride between heads, in rows; o_row: int64 row of the tile's first token,
     s_head * (batch * H + i_h) + token, the token a multiple of T, so that a tile lies within one group of tokens or
     starts with one; o_t: 0 to T - 1; m_t: mask.
 ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, FAST)

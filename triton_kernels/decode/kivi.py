@@ -16,7 +16,7 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide, code_til
 
 
 class Grouped(NamedTuple):
-    """Bits of a code, words of a token, the same padded (`codes.py`), tokens and channels that share a scale.
+    """Bits of a code, words of a token, padded words (`codes.py`), tokens and channels that share a scale.
 
     fits: True if `lookup.py` can unpack the codes; folded: True if scales are multiplied with queries or weights
     instead of codes, which stay in place (`in_place.placed`) in the fast path.
@@ -172,7 +172,7 @@ def score(
     DTYPE: tl.constexpr = b_q[0].dtype
     BLOCK: tl.constexpr = o_t.shape[0]
     b_s = tl.zeros([BLOCK, b_q[0].shape[1]], tl.float32)
-    # Products of float32 take no tensor cores: those with zero points would cost as much as the others.
+    # Float32 products use no tensor cores: those with zero points would cost as much as the others.
     if META.folded and divides(BLOCK, META.tokens) and b_q[0].dtype != tl.float32:
         b_codes = codes_in_place(fields, words, o_row, o_t, m_t, META, DTYPE, FAST, False)
         b_zeros = tl.zeros_like(b_s)
@@ -258,7 +258,7 @@ def kivi_side(context: CodecContext, bits: int, group: int) -> KernelSide:
 
 
 def _zeros_of_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:
-    """Rows `[1, 16, D]` of a map from the sums of zero points: those of even groups first, then of odd ones."""
+    """Rows `[1, 16, D]` of a map from the sums of zero points, even groups first."""
     group = torch.arange(rows.shape[2], device=rows.device) * groups // rows.shape[2]
     column = group // 2 + group % 2 * 8
     return (torch.arange(16, device=rows.device)[:, None] == column).to(rows)[None]

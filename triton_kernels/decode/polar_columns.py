@@ -1,8 +1,8 @@
 """Undo recursive PolarQuant's tree over 128 channels in registers, by shuffles that look up cos and sin.
 
-A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one per column. A level pairs
-by halves, and halves are whole tiles down to level 4, so everything below a radius of level 3 lies in its column: 1
-radius of level 4 makes 2 of level 3, 4 of level 2, 8 of level 1 and 16 numbers, and no number changes its thread.
+A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one per column. In levels 1 to
+4 the paired halves are whole tiles, so everything below a radius of level 4 lies in its column: 2 radii of level 3, 4
+of level 2, 8 of level 1 and 16 numbers. No number changes its thread.
 
 Lane i of a warp holds entry i of a level's table in one register, cos and sin in half precision. `shfl.idx` reads the
 register of the lane that a code names and ignores the bits above the code, so a lookup takes a shift and a shuffle for
@@ -48,7 +48,7 @@ def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, rad
 
 
 def _three_levels(bits: int) -> tl.constexpr:
-    """Assembly for eight pairs of coordinates below a pair of radii of level 3; `bits` are those of level 2.
+    """Assembly for the eight pairs of coordinates below two radii of level 3; `bits` are level 2's.
 
     Operands: pairs of radii, words of level 3, 2 (the high plane of 3 bits after it) and 1, tables of level 1, 2 and 3.
     """
@@ -103,7 +103,7 @@ def fits(tree: PolarTree, coded: bool) -> bool:
 def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
     """`KernelSide.words` for `column_tiles`: tables of levels, then the shifts of their words in each column.
 
-    Rows of a tree of four levels have an odd number of words: its shifts are those of even tokens, then of odd ones.
+    Rows of a four-level tree have an odd number of words: it has shifts for even tokens, then for odd ones.
     """
     tables = [book.points.cpu().half().view(torch.int32).flatten() for book in books[: 4 if len(books) == 4 else 3]]
     column = torch.arange(8, dtype=torch.int32)

@@ -28,7 +28,7 @@ from . import polar_columns
 
 
 class Tree(NamedTuple):
-    """Odd part of the head dimension, the same padded to a power of two, roots, field of the radii, and levels.
+    """Odd part of the head dimension, padded to a power of two, roots, field of the radii, and levels.
 
     coded: True if radii have 8 bits; fast: True if `polar_columns.py` undoes the tree; keys: True on the side of keys.
     By level: the members of `LevelCodes`, and the start of its entries in the joined tables.

@@ -20,7 +20,7 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide, code_til
 
 
 class Polar(NamedTuple):
-    """Bits of angles and radii, words of a token, the same padded (`codes.py`), offset of decoded radii in their cells.
+    """Bits of angles and radii, words of a token, padded words (`codes.py`), offset of decoded radii in their cells.
 
     tokens: tokens of a group that shares scales, or 0; match: True if scores are scaled; fast: True if `directions.py`
     and `lookup.py` can unpack the codes.
@@ -70,7 +70,7 @@ def radii(
 
 @triton.jit
 def points(p_points, b_angles, DTYPE: tl.constexpr):
-    """Look up cos and sin of angle codes in a table `[angles, 2]`; in 16 bits with one load for both."""
+    """Look up cos and sin of angle codes in a table `[angles, 2]`; float16 needs one load for both."""
     if tl.float16 == DTYPE:
         b_both = tl.load(p_points.to(tl.pointer_type(tl.int32), bitcast=True) + b_angles)
         b_cos = b_both.to(tl.int16).to(tl.float16, bitcast=True)

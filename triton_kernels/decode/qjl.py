@@ -24,11 +24,11 @@ CHUNK_WORDS = 16
 
 
 class Chunks(NamedTuple):
-    """Constants of the chunks: field and words of its sketch, first word, number of words, and that number padded.
+    """Constants of the chunks.
 
-    last: True for the last chunk of a sketch; tile: its first tile; placed: True if the bits stay in place
-    (`in_place.placed`), as where chunks fill a sketch; a tile of constants after the last one makes up for their
-    middle.
+    field, words: the sketch's field and words per token. first, count, padded: first word, number of words, padded
+    number. last: True for a sketch's last chunk; tile: the chunk's first tile. placed: True if bits stay in place
+    (`in_place.placed`), because chunks fill the sketch; a constant tile after the last then subtracts the middle code.
     """
 
     field: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Unpack trellis codes of two and three bits to half-precision levels, by assembly: the fast path on NVIDIA GPUs.
+"""Unpack trellis codes of two and three bits to float16 levels, by assembly: the fast path on NVIDIA GPUs.
 
 `codecs/quantizers/trellis.py` has the codes.
 """
@@ -161,7 +161,7 @@ def trellis_levels(
     p_low, p_high, words, o_row, o_t, m_t,
     FIRST: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of float16 levels of trellis codes of two or three bits; see `levels`."""
+    """Tiles of float16 levels for trellis codes of two or three bits; see `levels`."""
     b_table = words[FIRST : FIRST + 4]
     if in_halves(BITS, PADDED, True):
         b_words, b_before = load_twos(p_low, o_row, o_t, m_t, WORDS, PADDED)

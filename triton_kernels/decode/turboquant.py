@@ -25,11 +25,11 @@ from kvcache_compress.triton_kernels.decode import trellis_codes
 
 
 class Components(NamedTuple):
-    """Constants of the components: bits of a code, words of a token, the same padded (`codes.py`), first field.
+    """Constants of the components: bits of a code, words of a token, padded words (`codes.py`), first field.
 
-    even: True if levels are evenly spaced; trellis: True for trellis codes; first: start of their table in the words,
-    or -1 if `lookup.py` cannot unpack them; tile: the component's first tile; placed: True if even codes stay in place
-    (`in_place.placed`): what their middle stands for is added by a further tile of constants.
+    even: True if levels are uniform; trellis: True for trellis codes; first: start of their table in the words, or -1
+    if `lookup.py` cannot unpack them; tile: the component's first tile; placed: True if codes stay in place
+    (`in_place.placed`), where a further constant tile subtracts the middle code.
     """
 
     bits: tuple[int, ...]
@@ -50,7 +50,7 @@ def component_levels(
 ):  # fmt: skip
     """Tiles of a component's levels (see `codes.py`), and the scale per token.
 
-    Codes in place come times `in_place.UNIT` in the fast path.
+    In the fast path, codes in place are multiplied by `in_place.UNIT`.
     """
     BITS: tl.constexpr = META.bits[PART]
     WORDS: tl.constexpr = META.words[PART]

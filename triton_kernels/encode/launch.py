@@ -77,7 +77,7 @@ def encode(
 ) -> None:
     """Encode `x` `[B, H, T, D]`, T a multiple of the group, as tokens `[at, at + T)` of a side's `fields`.
 
-    Fields are contiguous; the first has a row for each token of its capacity, `[B, H, capacity, *shape]`. `rope`
+    Fields are contiguous; the first has one row per token, `[B, H, capacity, *shape]`. `rope`
     `[B, groups, 2 * rotary]`, contiguous, has cos and sin of the first token of each group, from token 0 on.
     """
     x = x if x.stride(3) == 1 else x.contiguous()

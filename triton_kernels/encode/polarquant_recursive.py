@@ -22,7 +22,7 @@ from .turboquant import SCALARS, UNBIASED
 
 
 class EncodedTree(NamedTuple):
-    """Odd part of the head dimension, the same padded, roots, boundaries of the circle below π, the stored scalar.
+    """Odd part of the head dimension, padded odd part, roots, boundaries of the circle below π, the stored scalar.
 
     coded: True if radii have 8 bits; centred: True if keys are centred; stride: head stride of the rows. By
     level: as in `Tree`, and the index of its first boundary. By plane in which coarse levels share words: the members

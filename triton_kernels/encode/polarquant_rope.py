@@ -114,7 +114,7 @@ def encode_pairs(
 ):  # fmt: skip
     """Encode the pairs of a few words at a time (Wu et al., section 3.2).
 
-    `tables` are the channels of all pairs, `[2, pairs]`; the boundaries of a quarter turn, cos and sin; scales
+    `tables` are the channels of all pairs, `[2, pairs]`; the boundaries in a quadrant, cos and sin; scales
     `[H, pairs]` unless groups have their own; and the mean `[H, D]`.
     """
     b_square = tl.zeros([o_x.shape[0]], tl.float32)

@@ -74,8 +74,8 @@ def encode_signs(
 ):  # fmt: skip
     """Encode one sketch after the other: signs g = sign(S k) and scale c (Definition 3.1).
 
-    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, with `META.weighted`, what each sketch multiplies
-    the channels by, `[H, D]`, which is 0 for those of other sketches; rows include these weights.
+    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, with `META.weighted`, each sketch's channel
+    weights `[H, D]`, zero for channels of other sketches; rows include these weights.
     """
     D_PAD: tl.constexpr = META.padded
     SKETCHES: tl.constexpr = len(META.words)
@@ -106,10 +106,10 @@ def qjl_encoder(
 ) -> KernelEncoder | None:  # fmt: skip
     """Encoder of keys less their `mean` `[H, D]`, if any; None if a token would spill registers.
 
-    rows: of all sketches in turn, `[H or 1, W, D]`.
+    rows: of all sketches, one after the other, `[H or 1, W, D]`.
     sketches: number of rows of each, and the constant of its scale.
     match: True if scales match the keys' norms, and constants are not used.
-    weights: what each sketch multiplies the channels by, `[sketches, H, D]`, or None.
+    weights: each sketch's channel weights `[sketches, H, D]`, or None.
     """
     if rows.shape[2] > MAX_DIM:
         return None

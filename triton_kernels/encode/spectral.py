@@ -1,13 +1,13 @@
 """Spectral's encoder: digits and scale of keys in one launch, the twin of `codecs/quantizers/digits.py`.
 
-For a key k at place b of a group whose first token was turned by R, with the encoding E, deviations σ and points p:
+For a key k at position b of a group whose first token was rotated by R, with the basis E, deviations σ and points p:
 
     x = R⁻¹ k - places[b] means,  y = E x,  z = y / σ
     error(s) = Σ (y - s σ p)² - (Σ (y - s σ p) σ p)² / Σ (σ p)²,  p nearest to z / s
 
-The scale s with the least error among a few multiples of a token's RMS gives the codes. The second term is what the
-best multiple of the points gains over s. torch has energy minus gain in float64; as a sum of squared errors float32
-suffices. Points are symmetric about zero, so the search is among the positive ones.
+The scale s with the least error among a few multiples of a token's RMS gives the codes. The second term is what
+rescaling these points optimally gains over s. Torch computes energy minus gain, in float64; for a sum of squared errors
+float32 suffices. Points are symmetric about zero, so only the positive ones are searched.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MOST_WORDS = 16
 class EncodedDigits(NamedTuple):
     """Constants of the encoder.
 
-    rotary: pairs of channels that RoPE turns; group: tokens with one anchor.
+    rotary: pairs of channels that RoPE rotates; group: tokens with one anchor.
     pieces: number of runs of `PIECE` channels, a power of two; digits: stored per token; tries: scales to search.
     bits, words, padded, first: by plane, bits of a digit, words of a token, words at a time, and first digit.
     """
@@ -70,7 +70,7 @@ def anchored(
     p_x, o_x, m_t, p_rope, o_token, tables, i_h, o_p, o_a, o_b, m_p, D: tl.constexpr, META: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Load keys, turned back by their groups' anchors, less the mean: real and imaginary parts, float32 `[T, pairs]`.
+    """Load keys, rotated back by their groups' anchors, less the mean: real, imaginary parts, float32 `[T, pairs]`.
 
     `o_a` and `o_b` are the channels of pairs `o_p`, where `m_p`.
     """
@@ -275,7 +275,7 @@ def spectral_encoder(
 
 
 def _positive(points: Tables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bounds between the positive points of each kind of channel, the points and their codes, `[kinds, POINTS]`."""
+    """Decision boundaries, positive points and their codes, by kind of channel, each `[kinds, POINTS]`."""
     kinds = len(points.bits)
     bounds = points.bounds.new_full((kinds, POINTS.value), torch.inf)
     values, codes = points.points.new_zeros(bounds.shape), points.codes.new_zeros(bounds.shape)

@@ -1,11 +1,11 @@
 """Viterbi's algorithm for trellis codes, the twin of `best_path` in `codecs/quantizers/trellis.py`.
 
-A state holds the last six bits of the stream, the newest on top; here torch's numbers of states are reversed. The 64
-states of a token lie in eight registers of eight lanes. Each new bit takes the place of the oldest, so that costs move
-between lanes only where the oldest bit is one of the three that number them, and are put in order after each word.
+A state holds the last six bits of the stream, the newest on top; here torch's state numbers are bit-reversed. The 64
+states of a token lie in eight registers of eight lanes. Each new bit replaces the oldest, so costs move between lanes
+only if the oldest is one of the three lane bits; each word ends by reordering them.
 
-Every path keeps a history: the bits that left its register, of which a word holds those of up to 32 numbers. So tracing
-back takes one lookup per block of 32 numbers, and finds the bits from which all codes follow at once.
+Every path keeps a history: the bits that left its register, a word for up to 32 numbers. So tracing back takes one
+lookup per block of 32 numbers and yields the bits of all its codes at once.
 """
 
 import triton
@@ -25,7 +25,7 @@ TO_WHOLE = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def least_errors(b_x, units):
-    """Squared errors, less `b_x` squared, of the nearest level of each of the four subsets.
+    """Squared errors, less `b_x` squared, of each of the four subsets' nearest level.
 
     `units` are the levels; `b_x` and they are int32, in the same units.
     """
@@ -76,7 +76,7 @@ def next_number(b_cost, b_left, b_x, units, bit, STEP: tl.constexpr):
     b_0, b_1 = tl.where(m_high, b_2, b_0), tl.where(m_high, b_3, b_1)
     b_other = across(b_cost, STEP % 6) + tl.where(m_low, b_0, b_1)
     b_cost += tl.where(m_low, b_1, b_0)
-    # Of equal paths torch takes the one whose leaving bit is 0.
+    # Of equal paths torch chooses the one whose leaving bit is 0.
     m_other = tl.where(m_upper, b_other <= b_cost, b_other < b_cost)
     return tl.minimum(b_other, b_cost), tl.where(m_other, across(b_left, STEP % 6), b_left)
 

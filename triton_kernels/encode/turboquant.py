@@ -26,12 +26,12 @@ MAX_WIDTH = 256
 MAX_TRELLIS_WIDTH = 128
 """The same for trellis codes."""
 SCALARS: tuple[Scalar, ...] = ("norm", "match", "unbiased", "least_squares")
-"""Stored scalars; kernels get their index, as Triton takes no strings in tuples of tuples."""
+"""Stored scalars; kernels get their index, as Triton accepts no strings in tuples of tuples."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
 
 
 class Sets(NamedTuple):
-    """Constants of the channel sets: bits of a code, words of a token, the same padded, planes, first field, stride.
+    """Constants of the channel sets: bits of a code, words of a token, padded words, planes, first field, stride.
 
     stride: head stride of a set's rows; trellis: True for trellis codes. Of all sets: index of the stored scalar, and
     whether keys are centred.
@@ -79,8 +79,8 @@ def encode_set(
 ):  # fmt: skip
     """Rotate, normalise and quantize the tokens of one channel set (Algorithm 1).
 
-    Codes and scalar are those of `quantize` of `scalar` and `trellis`. `p_bounds` are the boundaries of the levels, or
-    the levels of a trellis in whole steps.
+    Codes and scalar equal those of `quantize` in `scalar` and `trellis`. `p_bounds` are the boundaries of the levels,
+    or the levels of a trellis in whole steps.
     """
     # Channels in memory order, with zeros as padding.
     o_c = tl.arange(0, 8 * PADDED)

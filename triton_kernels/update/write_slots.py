@@ -28,7 +28,7 @@ UNENCODED = KernelEncoder(None, ())
 
 
 class SlotSide(NamedTuple):
-    """Constants of a side: head dimension, the same padded, tokens encoded together, constants of the encoder."""
+    """Constants of a side: head dimension, padded head dimension, group size, encoder constants."""
 
     dim: int
     padded: int
@@ -37,9 +37,9 @@ class SlotSide(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the tail.
+    """Constants of a step: heads, new tokens, padded new tokens, slots of sinks, slots of the tail.
 
-    recent: tokens of the recent window; flush: tokens encoded at a time; longest: length that no vector may exceed.
+    recent: tokens of the recent window; flush: tokens encoded at a time; longest: largest norm of a vector.
     """
 
     heads: int

@@ -92,7 +92,7 @@ class LongBench(Benchmark):
         return make_sample(name, encoded.prompt, encoded.question, data, cached_question=self.cached_question)
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
-        """Generate greedily, and take the best score over all right answers.
+        """Generate greedily, and keep the best score over all right answers.
 
         The record has `task`, `labels` (length band, or difficulty and length), `prediction`, `score` (0 to 1) and
         `cut` (tokens of the prompt that were left out).

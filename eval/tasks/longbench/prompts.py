@@ -37,7 +37,7 @@ class Template:
             where: the template's name in messages.
 
         Raises:
-            ValueError: A placeholder names no field, or the context has not exactly one.
+            ValueError: A placeholder names no field, or `{context}` does not appear exactly once.
         """
 
         def rename(match: re.Match[str]) -> str:

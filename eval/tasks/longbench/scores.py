@@ -1,7 +1,7 @@
 """LongBench's metrics, and the averages of its tables.
 
 A metric takes a prediction and one right answer and returns 0 to 1, as LongBench's own `metrics.py` and `eval.py` do
-(Bai et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` takes the best over all right answers.
+(Bai et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` is the best over all right answers.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def count(prediction: str, answer: str) -> float:
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """`count` of the number in an answer such as `Paragraph 7`."""
+    """Score answers such as `Paragraph 7` by their number, with `count`."""
     return count(prediction, _number(answer, "Paragraph "))
 
 
 def retrieval_zh(prediction: str, answer: str) -> float:
-    """`count` of the number in an answer such as `段落7`."""
+    """Score answers such as `段落7` by their number, with `count`."""
     return count(prediction, _number(answer, "段落"))
 
 

@@ -53,8 +53,8 @@ def compare(
 
 
 def _tell_missing(paths: list[Path]) -> str:
-    """One line about missing files, with the command that brings them if there is one."""
+    """One line about missing files, with the command that makes them if there is one."""
     paths = list(dict.fromkeys(paths))
     shown = ", ".join(map(str, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
     command = remedy(paths)
-    return f"missing {shown}" + (f"; `{command}` brings them" if command else "")
+    return f"missing {shown}" + (f"; run `{command}`" if command else "")

@@ -92,7 +92,7 @@ def allocate_bits(deviation: torch.Tensor, counts: DigitCounts) -> torch.Tensor:
 def split_bits(bits: torch.Tensor, counts: DigitCounts) -> tuple[torch.Tensor, torch.Tensor]:
     """Split each channel's `bits` `[H, D]` into numbers of 2-bit and 1-bit digits, both int64 `[H, D]`.
 
-    A channel of odd bits takes one 1-bit digit. The remaining 1-bit digits replace 2-bit digits in pairs, first where a
+    A channel of odd bits has one 1-bit digit. The remaining 1-bit digits replace 2-bit digits in pairs, first where a
     pair loses less than the digit that it replaces (`PAIR_ORDER`).
     """
     ones = bits % 2

@@ -4,7 +4,7 @@ A code-space vector y of D numbers is paired by halves. Level 1 pairs `y[i]` wit
 2^(ℓ-1) radii of the level below in the same way. Undoing a level is then one concatenation `[r cos | r sin]`. The paper
 pairs neighbours instead; the codec's basis contains the permutation between the two (`adjacent_order`).
 
-Quantizing only takes comparisons. A point (x, y) lies beyond the boundary β if `y cos β > x sin β`. Deeper levels
+Quantizing needs only comparisons. A point (x, y) lies beyond the boundary β if `y cos β > x sin β`. Deeper levels
 compare squares of radii, so no angle and no square root is computed.
 """
 
@@ -83,7 +83,7 @@ class PolarTree:
 
     @property
     def places(self) -> list[int]:
-        """Location of each level's codes as the C++ code takes it: six numbers per level, finest first."""
+        """Location of each level's codes, for the C++ code: six numbers per level, finest first."""
         numbers = ((x.bits, x.count, x.field, x.offset, x.words, x.base) for x in self.levels)
         return [number for level in numbers for number in level]
 

@@ -4,9 +4,9 @@ Complex form, for keys before RoPE: a round with centres c `[N, g]` (complex) ad
 group, so its N² points commute with every rotation of the pairs. Real form, for values: a round adds `c[a]`.
 
 The search avoids the N² points: |z - c_a - i c_b|² = |z|² + (|c_a|² - 2<z, c_a>) + (|c_b|² - 2<z, i c_b>) + 2<c_a, i
-c_b> takes 2N inner products per vector and a table `[N, N]` that depends on the codebook alone.
+c_b> needs 2N inner products per vector and a table `[N, N]` that depends on the codebook alone.
 
-All functions take leading dimensions `*` (heads, groups), equal in both arguments.
+All functions accept leading dimensions `*` (heads, groups), equal in both arguments.
 """
 
 from __future__ import annotations

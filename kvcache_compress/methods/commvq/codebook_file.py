@@ -84,7 +84,7 @@ class Codebooks(ModelFile):
         wanted = available if bits is None else rounds_for(bits, side, self.facts.head_dim, groups, centres)
         if wanted > available:
             most = available * groups * code_bits(side, centres) / self.facts.head_dim
-            raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {most:.3g}")
+            raise ValueError(f"bits={bits:g} for commvq: {self.path!r} has only {most:.3g} for {side}")
         return wanted
 
     def row_bytes(self, side: Side, bits: float | None) -> int:
@@ -96,12 +96,12 @@ class Codebooks(ModelFile):
         """Bits of the encoder per token and head.
 
         Raises:
-            ValueError: the encoder has another number of `bits` per number.
+            ValueError: the encoder has other `bits` per number.
         """
         share = self.encoder_bits // self.facts.kv_heads
         available = share / self.facts.head_dim
         if bits is not None and abs(available - bits) > 0.1 * bits:
-            raise ValueError(f"bits={bits:g} for commvq: the encoder of {self.path!r} has {available:.3g}, no others")
+            raise ValueError(f"bits={bits:g} for commvq must be {available:.3g} with the encoder of {self.path!r}")
         return share
 
 

@@ -206,7 +206,7 @@ def _local_heads(file: Codebooks, context: CodecContext) -> slice:
     heads, stored = file.local_heads(context.heads, context.head_dim), file.facts.kv_heads
     if context.heads < stored and context.side == "values" and file.encoder_bits:
         raise file.refusal(
-            f"its encoder of values takes all {stored} heads of a token together, and tensor parallelism leaves "
+            f"its encoder of values needs all {stored} heads of a token together, and tensor parallelism leaves "
             f"{context.heads} here: calibrate values without an encoder"
         )
     return heads

@@ -307,9 +307,9 @@ class SpectralCodec(LinearCodec):
 
 
 def _coded(tensors: Mapping[str, torch.Tensor]) -> Statistics:
-    """A layer's tensors of `statistics_file.py`, in 16 bits: what attention reads, and no more.
+    """Convert a layer's statistics to what attention reads, mostly in 16 bits.
 
-    `directions` are the rows of the inverse basis times their deviations, divided by powers of two, the `lengths`.
+    `directions` are inverse-basis rows times their deviations, divided by `lengths` (powers of two).
     """
     rows = tensors["inverse"] * tensors["deviation"][..., None]
     lengths = torch.ldexp(torch.ones_like(rows[..., 0]), torch.frexp(rows.abs().amax(-1)).exponent)

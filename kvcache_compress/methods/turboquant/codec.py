@@ -80,7 +80,7 @@ class TurboQuantOptions(MethodOptions):
             idle["sketch"] = "estimator 'prod'"
         scalar_bits = math.ceil(self.bits) - (self.estimator == "prod")
         if scalar_bits <= 1 and (self.estimator == "prod" or self.codebook == "uniform"):
-            idle["codebook"] = "levels to choose: more bits"
+            idle["codebook"] = "more bits"
         return idle
 
 

@@ -112,7 +112,7 @@ def test_harmless_layers_pay(measured: tuple[Sensitivity, Path]) -> None:
 
 
 def test_methods_and_dense_tokens_are_chosen_too(measured: tuple[Sensitivity, Path]) -> None:
-    """Each side takes the method that loses least there; a longer window is taken where bytes allow and it pays."""
+    """Each side gets the method that loses least there; a longer window is chosen where bytes allow and it pays."""
     found, _ = measured
     shape, base = shape_of(three_layers()), load_config(CONFIG)
     better = {(*key[:2], 1): loss / 100 for key, loss in found.alone.items() if key == (2, "keys", 0)}
@@ -158,7 +158,7 @@ def test_layers_of_other_kinds_keep_their_places() -> None:
 
 
 def test_a_rule_that_inherits_other_options_is_refused() -> None:
-    """A choice of the base's method, with options that a rule cannot take back, would not be what was measured."""
+    """A choice of the base's method, with options that a rule cannot undo, would not be what was measured."""
     base = load_config({**CONFIG, "keys": {"method": "turboquant", "bits": 2, "codebook": "lloyd_max"}})
     losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
     with pytest.raises(ValueError, match="method turboquant has other options in --base than in --also"):
@@ -166,7 +166,7 @@ def test_a_rule_that_inherits_other_options_is_refused() -> None:
 
 
 def test_one_method_everywhere_where_a_mixture_does_not_fit() -> None:
-    """A roomy budget is no more than all choices take, and one that only the cheapest keep to is met by them."""
+    """A large budget is no more than all choices cost, and the smallest is met by the cheapest choices alone."""
     losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
     shape, base = ModelShape(2, 4, 2, 32), load_config(CONFIG)
     assert tune(invented((0, 1), losses), base, CHOICES, Budget(shape, None, 10**12, 4096)).expected < 2.6e-4
@@ -209,7 +209,7 @@ def run_command(*options: str) -> Any:
 
 
 def test_command(text: Path, tmp_path: Path) -> None:
-    """The file is a config with its certificate in the header; a preset can be certified alone."""
+    """The file is a config with its measured loss in the header; a preset can be measured alone."""
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(CONFIG))
     output = tmp_path / "my.yaml"
     given = ("--model", saved_model(), "--text", str(text), "--windows", "1", "--prefix", "112", "--device", "cpu")
@@ -240,7 +240,7 @@ def test_command_refuses_in_a_sentence(text: Path, tmp_path: Path) -> None:
         ((*small, "--bits", "3", "--check-text", str(text.parent)), "is measured on too"),
         ((*small[2:], "--verify", "turboquant-3bit", "--prefix", "60"), "nothing is packed"),
         ((*output, "--memory", "2 apples", "--context", "4K"), "memory="),
-        (("--verify", "turboquant-3bit", "--bits", "3"), "certifies a preset as it is"),
+        (("--verify", "turboquant-3bit", "--bits", "3"), "drop --bits, --memory and --output"),
         ((*small, "--bits", "3", "--windows", "40"), "is too short"),
         ((*small, "--bits", "1"), "even the fewest bits exceed"),
         ((*small, "--memory", "1KB", "--context", "4K"), "stay dense"),

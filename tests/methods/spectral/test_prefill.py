@@ -239,7 +239,7 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
 
 
 def test_handles_without_attention(model: Any) -> None:
-    """If the queries of a prompt are never shown, the next update takes statistics from keys alone."""
+    """If the queries of a prompt are never shown, the next update measures statistics on keys alone."""
     cache, x = spectral(model), torch.randn(1, HEADS, 400, DIM)
     key, value = cache.update(x, x, 0)
     assert isinstance(key, View)

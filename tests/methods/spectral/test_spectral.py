@@ -78,7 +78,7 @@ def factors(start: int, tokens: int, scale: float = 1.0, batch: int = 2) -> Rope
 
 
 def anchors(rope: Rope) -> Rope:
-    """cos and sin of each group's first token, of those of all tokens."""
+    """cos and sin of each group's first token, from those of all tokens."""
     return rope[0][:, ::GROUP], rope[1][:, ::GROUP]
 
 
@@ -96,7 +96,7 @@ def mean(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_codes_do_not_depend_on_where_a_group_stands() -> None:
-    """Keys that stand 5,000 tokens later, or are scaled by YaRN's factor, have the same codes."""
+    """Keys 5,000 positions later, or scaled by YaRN's factor, have the same codes."""
     spectral, layout, z = codec(), half_layout(DIM), keys()
     (*near, near_scale), (*far, far_scale) = (
         spectral.encode(layout.rotate(z, rope), anchors(rope))
@@ -107,7 +107,7 @@ def test_codes_do_not_depend_on_where_a_group_stands() -> None:
 
 
 def test_scores_are_those_of_decoded_keys() -> None:
-    """Queries turned to each group's anchor score the codes as if the keys had been decoded."""
+    """Queries rotated to each group's anchor score the codes as if the keys had been decoded."""
     spectral, layout, rope = codec(), half_layout(DIM), factors(20, 128)
     fields = spectral.encode(layout.rotate(keys(), rope), anchors(rope))
     query = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1))
@@ -289,7 +289,7 @@ def test_other_models_and_missing_files() -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    """`calibrate --method spectral` writes a file that a cache of the same model takes."""
+    """`calibrate --method spectral` writes a file that a cache of the same model accepts."""
     (tmp_path / "text").write_text("some words of a text, " * 200)
     output = tmp_path / "statistics.safetensors"
     arguments = ["calibrate", "--method", "spectral", "--model", saved_model(), "--text", str(tmp_path / "text")]
@@ -311,7 +311,7 @@ def test_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dim", [24, 40, 72, 96, 112])
 def test_all_whole_bytes_are_allowed(dim: int) -> None:
-    """Bits that no float holds exactly are taken for the whole bytes that they are nearly."""
+    """Bits that no float holds exactly round to whole bytes."""
     for count in range(dim // 16, 6 * dim // 8 + 1):
         counts = digit_counts(8 * count / dim, dim)
         assert 2 * counts.twos + counts.ones == 8 * count

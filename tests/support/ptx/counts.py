@@ -1,4 +1,4 @@
-"""Counts of a launch: instructions by class, sectors of global memory, turns of shared memory."""
+"""Counts of a launch: instructions by class, global-memory sectors, shared-memory wavefronts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Meter:
     Attributes:
         requests: accesses of a warp to global memory.
         touched, needed: sectors of 32 bytes that they touch, and that would hold as many bytes.
-        turns, least: turns of shared memory, and how many they would be if no two threads met in a bank.
+        turns, least: shared-memory wavefronts, and how many there would be without bank conflicts.
     """
 
     def __init__(self, program: Program) -> None:

@@ -354,7 +354,7 @@ def _of_threads(
 ) -> Step:  # fmt: skip
     """A step that calls a function with the threads that run, their operands, and constants.
 
-    function: name of a method of a part of the machine, or a function of the machine. It returns what is written.
+    function: the name of a machine part's method, or a function of the machine. It returns what is written.
     readers: of each operand, or a list of them for an operand of several registers.
     """
     whole_warps = ".sync" in instruction.op

@@ -36,7 +36,7 @@ from kvcache_compress.triton_kernels.common import plan
 def test_kernel_equals_plain_attention(
     name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float16 takes the assembly of the fast path, as on a GPU, which `ptx/inline.py` runs in the interpreter."""
+    """Float16 uses the fast path's assembly, as on a GPU; `ptx/inline.py` runs it in the interpreter."""
     case, texts = CASES[name], []
 
     def create(builder: Any, text: str, *arguments: Any) -> Any:

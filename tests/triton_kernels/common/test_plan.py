@@ -38,7 +38,7 @@ CONFIGS: dict[str, Any] = dict(zip(PRESETS, PRESETS, strict=True)) | {
     "apart": {"keys": TURBOQUANT | {"bits": 3, "estimator": "prod"}, "values": TURBOQUANT},
     "turned": {"keys": {"method": "spectral", "statistics": statistics_file(64)}, "values": TURBOQUANT},
 }
-"""PyTorch's operators encode the keys of `apart`; those of `turned` take a kernel more, `turn_kernel`."""
+"""PyTorch's operators encode the keys of `apart`; those of `turned` need one more kernel, `turn_kernel`."""
 
 
 LAUNCH, RUN = triton.JITFunction.run, Plan.run
@@ -187,7 +187,7 @@ def decoding(emulator: Any, chosen: Any, capacity: int | None) -> tuple[Any, Any
 @pytest.mark.parametrize("capacity", [None, 1024], ids=["growing", "static"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator: Any) -> None:
-    """From one flush to the next: four launches a step and no operator, except for keys encoded apart, or turned."""
+    """From one flush to the next: four launches a step and no operator, except for keys encoded apart, or rotated."""
     layer, twin, decode = decoding(emulator, CONFIGS[name], capacity)
     keys, apart, turned = layer.sides["keys"].codec, name == "apart", name == "turned"
     group = torch.zeros(1, 2, keys.group, 64, dtype=BF16)
@@ -204,7 +204,7 @@ def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator
         traced = decode(attends)
         assert traced.kernels == flushing * flushes + writing + attending * attends
         assert traced.by_triton == [kernel for kernel in traced.kernels if kernel in alone.kernels]
-        # Static layers also keep the rotary factors of turned keys.
+        # Static layers also keep the rotary factors of rotated keys.
         if not (apart or turned if capacity else flushes):
             assert not traced.operators
     for ours, theirs in zip(layer.views(), twin.views(), strict=True):

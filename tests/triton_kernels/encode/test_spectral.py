@@ -23,7 +23,7 @@ TEXT = {"statistics": "text", "group": 32}
 
 
 def factors(layout: RopeLayout, tokens: int, group: int) -> Rope:
-    """cos and sin of the groups of two rows, of which the second stands elsewhere."""
+    """cos and sin of the groups of two rows, the second at other positions."""
     return random_track(layout, 2, 16 + tokens, 16, group).read(0, tokens)
 
 

@@ -36,7 +36,7 @@ HELD_OUT = 8
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
 MOST_ROUNDS = 256
-"""Most residual rounds: with as many, heads of 128 numbers take more bits than uncompressed ones."""
+"""Most residual rounds: with as many, heads of 128 numbers need more bits than uncompressed ones."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class CommVQSettings:
         """Rounds of a side.
 
         Raises:
-            ValueError: as `groups_of`, or whole rounds do not come near the bits.
+            ValueError: as `groups_of`, or no number of rounds comes near the bits.
         """
         groups = self.groups_of(head_dim)
         chosen = self.key_rounds if side == "keys" else self.value_rounds
@@ -115,8 +115,8 @@ class CommVQSettings:
         each = groups * code_bits(side, self.centres) / head_dim
         if rounds > MOST_ROUNDS or abs(rounds * each - self.bits) > self.bits / 4:
             raise ValueError(
-                f"bits={self.bits} for commvq: with {groups} groups of {self.centres} centres a round of {side} takes "
-                f"{each:.3g} bits per number, and there can be at most {MOST_ROUNDS}; change groups or centres"
+                f"bits={self.bits} for commvq must be near a multiple of {each:.3g}, in at most {MOST_ROUNDS} rounds, "
+                f"with {groups} groups of {self.centres} centres for {side}; change groups or centres"
             )
         return rounds
 

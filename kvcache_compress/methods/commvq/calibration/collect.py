@@ -82,7 +82,7 @@ def _interleaved(keys: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
 def _bytes(states: torch.Tensor, name: str) -> bytes:
     half = states[0].transpose(0, 1).to("cpu", torch.float16).contiguous()
     if not half.isfinite().all():
-        raise ValueError(f"{name} are not finite, or beyond float16")
+        raise ValueError(f"{name} must be finite in float16")
     return half.numpy().tobytes()
 
 

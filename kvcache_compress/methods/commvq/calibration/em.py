@@ -171,7 +171,7 @@ def train_round(
 def hard_steps(
     x: torch.Tensor, form: Form, centres: torch.Tensor, steps: int, tolerance: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take at most `steps` hard steps.
+    """Run at most `steps` hard-EM steps.
 
     Returns:
         The new centres, the codes of `x`, and the mean loss before the first and after each step, `[steps + 1, B]`.
