@@ -155,12 +155,12 @@ def test_scores_are_of_all_windows_and_of_each_case(model: LlamaForCausalLM, tex
 @pytest.mark.parametrize("name", ["turboquant", "kivi", "spectral"])
 @torch.inference_mode()
 def test_figures_are_those_of_a_users_own_run(model: LlamaForCausalLM, texts: list[Path], name: str) -> None:
-    """With fused attention on, pass by pass; spectral takes its statistics from the queries of the first part."""
+    """With fused attention on, pass by pass; spectral takes its statistics from the queries."""
     config = method_config(name)
     if name == "spectral":
         config["keys"] = {"method": "spectral", "bits": 3}
     spec = preset_cache(config, name=name)
-    options = {"cases": ("60+90+5s",), "windows": 1}
+    options = {"cases": ("60+290+5s",), "windows": 1}
     _, cell = run(model, texts, spec, **options)
     assert model.config._attn_implementation == "sdpa", "the model is left as it was"
     (record,), (sample,) = cell.records, samples(texts, **options).values()
@@ -177,9 +177,9 @@ def test_figures_are_those_of_a_users_own_run(model: LlamaForCausalLM, texts: li
 
     sizes: list[Any] = []
     own = spec.make(model)
-    reference = forced(DynamicCache(config=model.config), [155])
+    reference = forced(DynamicCache(config=model.config), [355])
     enable_fused_attention(model)
-    logits = forced(own, [60, 90, *[1] * 5])
+    logits = forced(own, [60, 290, *[1] * 5])
     disable_fused_attention(model)
     _, kl, _ = compare_tokens(reference, logits, continuation)
     assert record["kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
