@@ -44,6 +44,8 @@ class DynamicStorage:
     leads_track: bool = True
     due: int | None = field(default=None, init=False)
     """Tokens that `close` packs after attention, because a codec needs the step's queries; None if there are none."""
+    waiting: int = field(default=0, init=False)
+    """Tokens that would have left the window when last too few were there to measure."""
     samples: bool = field(default=False, init=False)
     """True if `close` keeps the step's queries for a later measurement."""
 
@@ -210,6 +212,7 @@ class DynamicStorage:
                 watch.measured(self.packed_tokens + leaving, in_step=False)
         enough = tails["keys"].shape[2] >= watch.least
         self.due = leaving if renews and enough else None
+        self.waiting = leaving if renews and not enough else 0
         return renews
 
     def _sides_by_need(self) -> list[Side]:
@@ -296,7 +299,7 @@ class DynamicStorage:
         """Pack the oldest tokens of the tails, if enough have left the recent window."""
         tail, packed = self.sides["keys"].tail.tokens, self.packed_tokens
         leaving = self.windows.leaving(tail)
-        if not leaving:
+        if not leaving or leaving == self.waiting:
             return
         tails = self._tails()
         if not all(state.prepared for state in self.sides.values()):

@@ -5,8 +5,9 @@ tokens; the first programs share the dense segments. It keeps the reference m, s
 softmax (FlashDecoding). The reference is the largest logit, or up to `HEADROOM` above it. `merge.py` combines the
 splits.
 
-Tokens are the rows of the tensor cores' tile in the scores, channels in the sums, and queries its eight columns in both
-(`S^T = K Q^T`, `acc^T += V^T P^T`). As rows, the four queries that usually share a head would fill a quarter of a tile.
+Tensor-core rows are tokens in the score product and channels in the value product; the eight columns are queries in
+both (`S^T = K Q^T`, `acc^T += V^T P^T`). As rows, the four queries that usually share a head would fill a quarter of a
+tile.
 """
 
 import math
@@ -64,7 +65,7 @@ def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr):
     """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says.
 
     A lane loads what it holds as an operand of the tensor cores. In the order of columns the compiler would move the
-    queries between lanes in every turn of the loop.
+    queries between lanes in every iteration.
     """
     M: tl.constexpr = 8 * o_r.shape[0]
     o_w = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 4)[None, :, None] * 4
@@ -202,7 +203,7 @@ def _dense_segment(
     PRECISION: tl.constexpr = "tf32" if FAST else "ieee"
     o_k, o_v = tl.arange(0, padded(K.dim)), tl.arange(0, padded(V.dim))
     m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
-    # Two stages: with more the compiler keeps the next values in registers, and each turn takes a third longer.
+    # Two stages: with more the compiler keeps the next values in registers, and each iteration takes a third longer.
     for start in tl.range(i_tile * DENSE_BLOCK, tokens, DENSE * DENSE_BLOCK, num_stages=2):
         o_t = start + tl.arange(0, DENSE_BLOCK)
         m_t = o_t < tokens

@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
 def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     """Attend with the kernels; same arguments and result as the twin, `backends.torch.attend`.
 
-    With slots (`keys.slots`), the call's mask is over tokens, as `Slots.mask` takes it.
+    With slots (`keys.slots`), the call's mask is over tokens, as for `Slots.mask`.
     """
     query, mask, eras = call.query.contiguous(), call.mask.tensor, keys.eras
     scaling, softcap, s_aux = call.scaling, call.softcap, call.s_aux
@@ -138,8 +138,8 @@ def attention_calls(
 ) -> list[KernelCall]:
     """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
 
-    `query` is contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`. All other
-    results are among the arguments.
+    `query` is contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`. Intermediate
+    results are among the calls' arguments.
     """
     (batch, query_heads, count, dk), heads, dv = query.shape, keys.sinks.shape[1], values.sinks.shape[3]
     groups = query_heads // heads

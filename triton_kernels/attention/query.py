@@ -2,9 +2,8 @@
 
     mapped = (q A) / top,   factor = top · scaling · log2 e,   bias = ⟨q, mean⟩ · scaling · log2 e
 
-so that the logit of a packed token, in units of log 2, is its score by the mapped query times the factor, plus the
-bias. `top` bounds the mapped query (max |q_d| times the largest 1-norm of a column of A), so that it fits 16-bit
-operands whatever its range.
+A packed token's logit, in base 2, is then its score against `mapped`, times `factor`, plus `bias`. `top` bounds `q A`
+(max |q_d| times the largest 1-norm of a column of A), so `mapped` fits 16-bit operands whatever the query's range.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CHUNK = tl.constexpr(16)
 class Mapping(NamedTuple):
     """Constants of the map: head dimension, columns of code space, and columns of A or 0 without a matrix.
 
-    A has a column more than code space if there is a bias. turned: True if a prologue follows: it takes the columns in
+    A has a column more than code space if there is a bias. turned: True if a prologue follows: it needs the columns in
     their order, and tops that are powers of two. heads: key heads, if each era maps the queries of all of them; else 0.
     """
 

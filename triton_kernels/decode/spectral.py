@@ -1,14 +1,14 @@
-"""Spectral's device functions: queries are turned to each group's anchor and mapped there, then scored by digits.
+"""Spectral's device functions: queries are rotated to each group's anchor, mapped, then scored against digits.
 
-For a token at place b of group g, with the rotation R_g of the group's first token, basis A, levels L and the mean of
-each place as `places[b] means`:
+For a token at position b of group g, with the rotation R_g of the group's first token, basis A, levels L and the mean
+at each position as `places[b] means`:
 
-    turn:   q_g = R_gᵀ q,  mapped to (A q_g, means q_g)
+    rotate: q_g = R_gᵀ q,  mapped to (A q_g, means q_g)
     score:  s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g)
 
 `turn_kernel` does the first in a launch before attention. Queries come to it as the real parts of the model's pairs of
-channels, then their imaginary parts. Weights of digits are factors of what is mapped, so that the table of channels and
-means is exact in float16. The portable path turns, maps and scores in float32.
+channels, then their imaginary parts. Digit weights multiply the mapped queries, so the table of directions and means
+stays exact in float16. The portable path rotates, maps and scores in float32.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide, is_fast,
 from kvcache_compress.triton_kernels.common.plan import KernelCall
 
 TILE = tl.constexpr(16)
-"""Columns of a tile: the depth of the tensor cores' operands."""
+"""Columns of a tile: the tensor cores' K dimension."""
 PAIRS_AT_ONCE = 64
 """Pairs of group and query row per program of `turn_kernel`; half of them in float32, for its registers."""
 CHUNK = tl.constexpr(32)
 """Columns of code space that it makes at a time."""
 WIDEST = 2.0**12
-"""Largest magnitude of a mapped query before it is turned, of queries up to 1: far below what float16 can hold."""
+"""Largest magnitude of a mapped query before rotation, of queries up to 1: far below what float16 can hold."""
 HIGHEST = 2.0**14
 """Largest entry of the table of places."""
 MAP, PLACES, LEVELS, FACTORS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -53,7 +53,7 @@ class Digits(NamedTuple):
     """Constants of the digits, in parts of at most 16 words per token.
 
     bits, words, at, count, padded: by part, bits of a digit, words of a token in its plane, first word and number of
-        words of the part, and the same padded (`codes.py`).
+        words of the part, and padded number of words (`codes.py`).
     field, fast, tile: by part, the plane's field, the place of the part's `assembly.places` in the words or -1 if
         `lookup.py` cannot unpack it, and its first tile.
     scale: field of the scales; tables: words that hold the table of digits of two bits.
@@ -95,7 +95,7 @@ def turn_kernel(
     HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, ERAS: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Map the queries of a head, turned to the anchors of its groups, `M` pairs of group and query row per program.
+    """Map a head's queries, rotated to its groups' anchors, `M` pairs of group and query row per program.
 
     p_turned: `[B, H, groups, rows, columns]` in code space and the means' columns, each 16 in the order in which
     `query_tile` reads them; p_shift: float32 `[B, H, groups, rows]`, in the fast path the constant that makes digits of
@@ -242,7 +242,7 @@ def score(
         for j in tl.static_range(len(b_levels)):
             b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision="ieee")
     # Not as the third operand of this product, which Triton would also make of a sum: nothing that reaches a product in
-    # that place is copied ahead of time, and each turn would wait for the scales.
+    # that place is prefetched, and each iteration would wait for the scales.
     b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision="ieee")
     return tl.fma(b_s + b_q[MEANS + 1][None, :], b_scale[:, None].broadcast_to(b_s.shape), b_means)
 
