@@ -14,12 +14,14 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 
 FIRST_WAIT, LONGEST_WAIT = 256, 2048
 """Packed tokens after which a step measures statistics again; each wait is twice as long as the one before."""
-SAMPLED_STEPS = 4
+SAMPLED_STEPS = 2
 """One of this many steps keeps its queries while statistics are due."""
 KEPT_QUERIES = 160
 """Most positions whose queries are used."""
 MOST_ERAS = 8
 """Most eras of a layer."""
+WORTH = 0.95
+"""Largest share of the current era's loss with which a new one begins."""
 TESTED_GROUPS, TESTED_QUERIES, TESTED_NUMBERS = 8, 32, 1 << 24
 """Groups and queries on which statistics are compared, and the most scores."""
 
@@ -121,7 +123,7 @@ def renewed(codec: Codec, prompt: Prompt) -> Codec | None:
     trial = copy.copy(codec)
     trial.observe(_first(prompt, half, group))
     old, new = _losses([codec, trial], prompt, half)
-    if new >= old:
+    if new > WORTH * old:
         return None
     fresh = copy.copy(codec)
     fresh.observe(prompt)

@@ -172,7 +172,7 @@ def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
         loaded = chosen.load(tmp_path / "kivi", config())
         assert type(loaded) is chosen
         assert loaded.packed_tokens == saved.packed_tokens
-    with pytest.raises(ValueError, match=r"keys of kivi and values of kivi: use CompressedCache\.load"):
+    with pytest.raises(ValueError, match=r"its keys are kivi and its values kivi; use CompressedCache\.load"):
         TurboQuantCache.load(tmp_path / "kivi", config())
 
 

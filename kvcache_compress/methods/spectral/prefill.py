@@ -132,8 +132,11 @@ def shrunk(sums: KeyMoments) -> Moments:
     scales, even = unit[:, :, None] * unit[:, None], torch.eye(dim, dtype=unit.dtype, device=unit.device)
     plain = _mixed(plain / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
     weighted = _mixed(keys / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
-    squares = torch.diag_embed(unit.square() / unit.square().mean(-1, keepdim=True))
-    cost = _mixed(queries * scales, squares, sums.sampled / (HALF_QUERIES * dim)) / scales
+    asked, squares = (queries * scales).diagonal(dim1=-2, dim2=-1), unit.square()
+    certain = sums.sampled / (sums.sampled + SURE_VARIANCE)
+    own = certain * asked / asked.mean(-1, keepdim=True).clamp_min(1e-30)
+    own += (1 - certain) * squares / squares.mean(-1, keepdim=True)
+    cost = _mixed(queries * scales, torch.diag_embed(own), sums.sampled / (HALF_QUERIES * dim)) / scales
     seen = (sums.weight > 0)[:, None, None]
     return Moments(torch.where(seen, weighted, plain), plain, torch.where(seen, cost, even))
 
