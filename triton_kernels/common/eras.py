@@ -21,7 +21,8 @@ from .plan import MAX_NARROW, kept
 def joined(eras: tuple[Era, ...], dtype: torch.dtype) -> KernelSide:
     """The side of keys of several eras, for queries of this dtype; the newest era's side keeps it.
 
-    Older eras' own sides are dropped, and with them what they joined before: a new era is rare, and memory is not.
+    Older eras drop their own sides, and with these what they joined before. A new era makes them again: it is rare, and
+    the memory would be held all the time.
     """
     newest = eras[-1].codec.kernel_side
     key = (dtype, eras[-1].start, *eras[:-1])
@@ -44,7 +45,7 @@ def _joined(eras: tuple[Era, ...], dtype: torch.dtype) -> KernelSide:
     if newest.prologue is None:
         matrix = torch.cat([x.expand(heads, -1, -1) for x in maps])
     else:
-        # Maps before a prologue differ by powers of two. All take the largest, and what is less goes to the next map.
+        # Maps before a prologue differ by powers of two. Eras share the largest; the next map takes what is less.
         units = torch.stack([x.amax() for x in maps])
         matrix = maps[-1] * (units.amax() / units[-1])
         tables[0] *= (units / units.amax()).repeat_interleave(heads)[:, None, None].to(tables[0].dtype)

@@ -146,7 +146,7 @@ class KernelSide:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that this side holds on the device."""
-        single = (self.matrix, self.words, vars(self).get("query_bound"))
+        single = (self.matrix, self.words, self.eras, vars(self).get("query_bound"))
         cast = (table for tables in self._cast.values() for table in tables)
         joined = (table for side in self.joined.values() for table in side.tensors())
         return (*self.tables, *cast, *joined, *(table for table in single if table is not None))
