@@ -20,6 +20,9 @@ LEAST_TOKENS = 256
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
 """Keys and queries per head dimension at which measured moments get half the weight; tuned on SmolLM2's KL after 144
 tokens."""
+MOST_UNLIKE = 16.0
+"""Largest factor between a channel's measured cost and the one that queries shrink toward, as outlier channels of keys
+come with queries of which the same channels are small."""
 SURE_VARIANCE = 8
 """Tokens at which a channel's own variance counts as much as the mean over channels."""
 
@@ -120,8 +123,8 @@ def shrunk(sums: KeyMoments) -> Moments:
     """Shrink moments toward a scaled identity; fewer samples, stronger shrinkage.
 
     Keys shrink toward the identity in channels of unit variance, so that few tokens get evenly spread bits. Queries
-    shrink toward the identity in the keys' own channels, where an error costs its square; heads whose keys no query
-    attends to use that alone. Heads are independent, so a tensor-parallel process codes its heads as a single process
+    shrink toward the identity in the keys' own channels, where an error costs its square, unless the queries' channels
+    are of very unlike sizes; heads whose keys no query attends to use that alone. Heads are independent, so a tensor-parallel process codes its heads as a single process
     would.
     """
     keys, plain, queries = sums.means()
@@ -132,13 +135,17 @@ def shrunk(sums: KeyMoments) -> Moments:
     scales, even = unit[:, :, None] * unit[:, None], torch.eye(dim, dtype=unit.dtype, device=unit.device)
     plain = _mixed(plain / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
     weighted = _mixed(keys / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
-    asked, squares = (queries * scales).diagonal(dim1=-2, dim2=-1), unit.square()
-    certain = sums.sampled / (sums.sampled + SURE_VARIANCE)
-    own = certain * asked / asked.mean(-1, keepdim=True).clamp_min(1e-30)
-    own += (1 - certain) * squares / squares.mean(-1, keepdim=True)
-    cost = _mixed(queries * scales, torch.diag_embed(own), sums.sampled / (HALF_QUERIES * dim)) / scales
+    squares, measured = (_leveled(x) for x in (unit.square(), (queries * scales).diagonal(dim1=-2, dim2=-1)))
+    expected = squares.clamp(measured / MOST_UNLIKE, measured * MOST_UNLIKE)
+    expected = torch.diag_embed(expected / expected.mean(-1, keepdim=True))
+    cost = _mixed(queries * scales, expected, sums.sampled / (HALF_QUERIES * dim)) / scales
     seen = (sums.weight > 0)[:, None, None]
     return Moments(torch.where(seen, weighted, plain), plain, torch.where(seen, cost, even))
+
+
+def _leveled(x: torch.Tensor) -> torch.Tensor:
+    """Divide positive `[H, D]` by each head's geometric mean."""
+    return x / x.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()
 
 
 def _mixed(moment: torch.Tensor, even: torch.Tensor, measured: float) -> torch.Tensor:
