@@ -274,6 +274,7 @@ CASES |= {
     "eras-two": aged(tq(4), NONE, eras=(192,), groups=7, mask=None),
     "eras-decode": aged(tq(2), tq(2), count=1, mask="per head", hidden=70, dtype=BF16),
     "eras-even": aged(tq(2), tq(2), packed=192, eras=(64, 96), split=(32, 0), count=1, mask=None, dtype=F16),
+    "eras-that-end-within-a-tile": aged(tq(2), tq(2), packed=192, eras=(48,), split=(64, 0), count=1, mask=None),
     "eras-as-launched": aged(tq(4), tq(4), groups=4, block=0, dtype=BF16),
     "eras-spectral-decode": aged(PREFILL, tq(4), groups=4, count=1, mask=None, dtype=F16),
     "eras-spectral-two": aged(PREFILL, tq(3), eras=(192,), groups=7, rows_differ=True, hidden=70),
