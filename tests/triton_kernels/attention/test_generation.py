@@ -44,7 +44,9 @@ _SPECTRAL = {"keys": {"method": "spectral", "bits": 3, "group": 32}, "values": _
     [(_TURBOQUANT, None, 3), (_KIVI, 80, 3), (_SPECTRAL, None, 7), (_SPECTRAL, 96, 7)],
     ids=["turboquant", "static", "spectral", "spectral-static"],
 )
-def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: int | None, new: int) -> None:
+def test_generation_equals_the_torch_backend(
+    sides: dict[str, Any], capacity: int | None, new: int, one_era: None
+) -> None:
     """Growing and static caches: with a static capacity, kernels read the number of tokens from memory.
 
     7 new tokens are enough for a step that packs more.
