@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
-MEAN_UNIT = 8.0
+MEAN_UNIT = 64.0
 """Divides one factor of the table of means and multiplies the other, so that both fit 16 bits."""
 GROUP = 64
 """Default number of tokens per anchor."""

@@ -124,8 +124,8 @@ def shrunk(sums: KeyMoments) -> Moments:
 
     Keys shrink toward the identity in channels of unit variance, so that few tokens get evenly spread bits. Queries
     shrink toward the identity in the keys' own channels, where an error costs its square, unless the queries' channels
-    are of very unlike sizes; heads whose keys no query attends to use that alone. Heads are independent, so a tensor-parallel process codes its heads as a single process
-    would.
+    are of very unlike sizes; heads whose keys no query attends to use that alone. Heads are independent, so a
+    tensor-parallel process codes its heads as a single process would.
     """
     keys, plain, queries = sums.means()
     dim = keys.shape[-1]

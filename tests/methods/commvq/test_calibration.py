@@ -143,7 +143,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
         (text, {"context": 1}, "context=1"),
         (text, {"groups": 0}, "groups=0"),
         (text, {"groups": 3, "key_rounds": 2, "value_rounds": 2}, "groups=3"),
-        (text, {"groups": 8, "bits": 1, "centres": 64}, "bits=1 for commvq: .* 8 groups of 64 centres"),
+        (text, {"groups": 8, "bits": 1, "centres": 64}, "bits=1 for commvq .* 8 groups of 64 centres"),
         (text, {"tokens": 127}, "tokens=127"),
         (text, {"value_rounds": 257}, "value_rounds=257"),
     ):

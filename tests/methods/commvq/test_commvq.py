@@ -219,7 +219,7 @@ def test_more_bits_are_more_rounds(make_codec: Make, side: str) -> None:
         sizes.append(codec.bits_per_number())
     assert sorted(errors, reverse=True) == errors
     assert len(set(sizes)) == 3
-    with pytest.raises(ValueError, match=rf"bits=6 for commvq: the {side} in .* have 1.5"):
+    with pytest.raises(ValueError, match=rf"bits=6 for commvq: .* has only 1.5 for {side}"):
         make_codec("commvq", 64, side, heads=HEADS, codebooks=path, bits=6)
 
 

@@ -49,8 +49,8 @@ def test_keys_of_any_range_fit_16_bit_operands(scales: tuple[float, ...], make_s
     keys, values = segments(case, make_side)
     for scale, era in zip(scales, keys.eras, strict=True):
         codec: Any = era.codec
-        codec.inverse = scale * codec.inverse
-        codec.means, codec.places = scale * codec.means, 100 * codec.places
+        codec.lengths = scale * codec.lengths
+        codec.means, codec.places = scale * codec.means.float(), 100 * codec.places.float()
     query = torch.randn(2, 6, 1, 64).to(F16)
     call = {"scaling": 0.01 / max(scales), "softcap": None, "s_aux": None}
     out = launch.attend(AttentionCall.of(query, **call), keys, values)
