@@ -83,7 +83,10 @@ struct Segments {
 // Packed keys [first, last) that are coded with the same statistics.
 struct Era {
   Era(const Side& side, int64_t first, int64_t last)
-      : segments(side), first(first), last(last), mean(side.mean.const_data_ptr<float>()) {
+      : segments(side),
+        first(first),
+        last(last),
+        mean(side.mean.numel() > 0 ? side.mean.const_data_ptr<float>() : nullptr) {
     if (dynamic_cast<const DigitDecoder*>(segments.packed.get()) != nullptr) anchored.emplace(side);
   }
 
