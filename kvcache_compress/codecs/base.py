@@ -145,7 +145,7 @@ class Codec(ABC):
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens on which the statistics can be measured; 0 if they never change."""
+        """Fewest tokens on which the statistics can be measured, or measured anew; 0 if they never change."""
         return 0
 
     @property
@@ -168,7 +168,10 @@ class Codec(ABC):
         return True
 
     def observe(self, prompt: Prompt) -> None:
-        """Measure and set the statistics on keys and queries; called once, if `learn` returned False."""
+        """Measure and set the statistics on keys and queries, if `learn` returned False and for each later era.
+
+        Statistics from before may be blended in.
+        """
         keys, sinks = prompt.keys, prompt.sinks.shape[2]
         if prompt.padding is not None:
             keys = prompt.padding.without(keys, sinks, sinks)

@@ -50,7 +50,7 @@ class DynamicStorage:
     """True if `close` keeps the step's queries for a later measurement."""
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.sides["keys"].codec.least_tokens if self.windows.capacity is None else 0)
+        self.watch = Watch(self._least_tokens > 0)
         if self.windows.capacity is not None:
             for state in self.sides.values():
                 state.store.make_static(self.windows.packed_capacity + self.windows.group)
@@ -81,6 +81,11 @@ class DynamicStorage:
         """Dense buffers of both sides with their spare capacity, and kept queries, in the model's dtype."""
         held = (x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
         return *held, *(query for _, query in self.watch.kept)
+
+    @property
+    def _least_tokens(self) -> int:
+        """Fewest tokens to measure, sinks left out; 0 if nothing is measured again."""
+        return self.sides["keys"].codec.least_tokens if self.windows.capacity is None else 0
 
     def views(self) -> tuple[View, View]:
         k_side, v_side = self.sides.values()
@@ -206,11 +211,11 @@ class DynamicStorage:
         renews: True if statistics that the keys have already are measured again.
         """
         watch = self.watch
-        if not (watch.least and self.sides["keys"].prepared):
+        if not (watch.measures and self.sides["keys"].prepared):
             renews = not self._learn(tails, first)
             if not renews:
                 watch.measured(self.packed_tokens + leaving, in_step=False)
-        enough = tails["keys"].shape[2] >= watch.least
+        enough = tails["keys"].shape[2] >= self._least_tokens
         self.due = leaving if renews and enough else None
         self.waiting = leaving if renews and not enough else 0
         return renews
@@ -272,7 +277,7 @@ class DynamicStorage:
         must_wait = False
         if self.windows.leaving(tail):
             self._check_packable(tails, leaving)
-            must_wait = self._must_wait(tails, first, leaving, renews=leaving >= self.watch.least)
+            must_wait = self._must_wait(tails, first, leaving, renews=leaving >= self._least_tokens)
         if leaving and not must_wait:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)

@@ -45,6 +45,7 @@ def one_era() -> None:
 @pytest.fixture(autouse=True)
 def _short_eras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(prefill, "LEAST_TOKENS", LEAST)
+    monkeypatch.setattr(prefill, "LEAST_LATER", LEAST)
     with torch.no_grad():
         yield
 
@@ -152,21 +153,46 @@ def test_steps_begin_eras(model: Any, always: None) -> None:
     assert len(layer.storage.watch.kept) <= eras.KEPT_QUERIES
 
 
-def test_new_statistics_must_pay() -> None:
-    """Statistics are renewed for tokens of another kind, and not for more of the same."""
-    generator = torch.Generator().manual_seed(0)
-    mixes = torch.randn(2, 2, 32, 32, generator=generator)
+class Kinds:
+    """Prompts of two kinds, whose keys have unlike covariances."""
 
-    def prompt(kind: int, tokens: int) -> Prompt:
-        x = (torch.randn(1, 2, tokens, 32, generator=generator) * torch.logspace(0, -2, 32)) @ mixes[kind]
-        query = torch.randn(1, 4, tokens, 32, generator=generator)
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.mixes = torch.randn(2, 2, 32, 32, generator=self.generator)
+
+    def prompt(self, kind: int, tokens: int) -> Prompt:
+        x = torch.randn(1, 2, tokens, 32, generator=self.generator) * torch.logspace(0, -2, 32) @ self.mixes[kind]
+        query = torch.randn(1, 4, tokens, 32, generator=self.generator)
         return Prompt(x[:, :, :4], x[:, :, 4:], 16, queries=AttentionCall.of(query, scaling=0.2))
 
-    context = CodecContext("keys", 32, 2, 0, 0, 4, torch.float32, torch.device("cpu"))
-    codec = SpectralCodec(SpectralOptions(bits=2, group=32), context)
-    codec.observe(prompt(0, 516))
-    assert eras.renewed(codec, prompt(0, 260)) is None
-    assert eras.renewed(codec, prompt(1, 260)) is not None
+    @staticmethod
+    def codec(*prompts: Prompt) -> SpectralCodec:
+        """A codec that has observed these prompts."""
+        context = CodecContext("keys", 32, 2, 0, 0, 4, torch.float32, torch.device("cpu"))
+        codec = SpectralCodec(SpectralOptions(bits=2, group=32), context)
+        for prompt in prompts:
+            codec.observe(prompt)
+        return codec
+
+
+def test_new_statistics_must_pay() -> None:
+    """Statistics are renewed for tokens of another kind, and not for more of the same."""
+    kinds = Kinds()
+    codec = kinds.codec(*(kinds.prompt(0, 1028) for _ in range(4)))
+    assert eras.renewed(codec, kinds.prompt(0, 260)) is None
+    assert eras.renewed(codec, kinds.prompt(1, 260)) is not None
+
+
+def test_later_statistics_are_blended() -> None:
+    """Few tokens add to the statistics before: of the same kind, these lose less than the few tokens' own."""
+    kinds = Kinds()
+    first, few, other = kinds.prompt(0, 1028), kinds.prompt(0, 132), kinds.prompt(1, 132)
+    long, alone, blended = kinds.codec(first), kinds.codec(few), kinds.codec(first, few)
+    before, own, both = eras._losses([long, alone, blended], kinds.prompt(0, 1028), 0)
+    assert both < 1.1 * before
+    assert own > 1.5 * before
+    old, new = eras._losses([long, kinds.codec(first, other)], kinds.prompt(1, 1028), 0)
+    assert new < 0.2 * old
 
 
 def test_runs() -> None:

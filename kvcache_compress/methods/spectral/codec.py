@@ -40,7 +40,7 @@ from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 
 from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
-from .prefill import prompt_statistics
+from .prefill import Prior, prompt_statistics
 from .statistics_file import RANK, check_model, load_layer, read_statistics
 
 if TYPE_CHECKING:
@@ -132,18 +132,26 @@ class SpectralCodec(LinearCodec):
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
         """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
-        return self._measured(Prompt(x[:, :, :0], x, 0), None, quiet=True) if _file(self.options) is None else {}
+        return self._measured(Prompt(x[:, :, :0], x, 0), None, None, quiet=True) if self.may_need_queries else {}
 
     def observe(self, prompt: Prompt) -> None:
         rope, anchors = None, self._anchors(prompt.rope)
         if self.context.rope is not None and anchors is not None:
             assert prompt.offsets is not None
             rope = GroupRope(self.context.rope, anchors, unit_rotations(prompt.offsets))
-        self.set_statistics(self._measured(prompt, rope))
+        self.set_statistics(self._measured(prompt, rope, self._prior() if self.statistics else None))
 
-    def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> Statistics:
+    def _prior(self) -> Prior:
+        """The moments from which the statistics come."""
+        rows = self.inverse.double()
+        basis = torch.linalg.inv(rows) * self.deviation[:, None]
+        return Prior(self._mean_table()[:, 0].double(), rows.mT @ rows, basis @ basis.mT)
+
+    def _measured(
+        self, prompt: Prompt, rope: GroupRope | None, prior: Prior | None, quiet: bool = False
+    ) -> Statistics:
         costs = getattr(self.native, "attention_costs", attention_costs)
-        return _coded(prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet))
+        return _coded(prompt_statistics(prompt, self.group, rope, prior, costs=costs, quiet=quiet))
 
     def set_statistics(self, statistics: Statistics) -> None:
         if _file(self.options) is None:
@@ -173,7 +181,9 @@ class SpectralCodec(LinearCodec):
 
     @property
     def least_tokens(self) -> int:
-        return prefill.LEAST_TOKENS if self.may_need_queries else 0
+        if not self.may_need_queries:
+            return 0
+        return prefill.LEAST_LATER if self.statistics else prefill.LEAST_TOKENS
 
     @property
     def may_need_queries(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,10 @@ from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSum
 from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
-LEAST_TOKENS = 256
-"""Fewest tokens to measure; fewer stay dense in growing caches."""
+LEAST_TOKENS, LEAST_LATER = 256, 128
+"""Fewest tokens to measure, first and in later eras; fewer stay dense in growing caches, or take the last statistics."""
+PRIOR_TOKENS, PRIOR_QUERIES = 256, 1024
+"""Tokens that an earlier era's moments of keys and of queries count for; tuned on SmolLM2's KL in chats."""
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
 """Keys and queries per head dimension at which measured moments get half the weight; tuned on SmolLM2's KL after 144
 tokens."""
@@ -54,12 +57,32 @@ def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
         _warn_of_few_tokens()
 
 
+class Prior(NamedTuple):
+    """An era's statistics as moments.
+
+    Attributes:
+        mean: mean key before RoPE, `[H, D]`, float64.
+        keys, queries: second moments `[H, D, D]` as in `KeyMoments`, float64.
+    """
+
+    mean: torch.Tensor
+    keys: torch.Tensor
+    queries: torch.Tensor
+
+
 def prompt_statistics(
-    prompt: Prompt, group: int, rope: GroupRope | None, *, costs: Costs = attention_costs, quiet: bool = False
+    prompt: Prompt,
+    group: int,
+    rope: GroupRope | None,
+    prior: Prior | None = None,
+    *,
+    costs: Costs = attention_costs,
+    quiet: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Measure a layer's tensors of `statistics_file.py`, and the `inverse` of its basis; all float32.
 
-    `costs` as in `Window`. Poor statistics give a warning once, unless `quiet`.
+    They are blended with `prior`, if given. `costs` as in `Window`. Poor statistics give a warning once, unless
+    `quiet`.
     """
     _, heads, _, head_dim = prompt.keys.shape
     device = prompt.keys.device
@@ -71,13 +94,16 @@ def prompt_statistics(
     sums = MeanSums.zeros(heads, head_dim, device)
     for window in windows:
         sums.add(window)
+    if prior is not None:
+        sums.keys += PRIOR_TOKENS * prior.mean
+        sums.tokens += PRIOR_TOKENS
     places, means = sums.table(group, rope)
     moments = KeyMoments.zeros(heads, head_dim, device)
     for window in again:
         moments.add(window, (places @ means).float())
-    if not quiet:
+    if not quiet and prior is None:
         _warn_of_poor_statistics(prompt, moments)
-    basis, deviation = spectral_basis(*shrunk(moments))
+    basis, deviation = spectral_basis(*(shrunk(moments) if prior is None else blended(moments, prior)))
     inverse = torch.linalg.inv(basis)
     found = {"basis": basis, "inverse": inverse, "deviation": deviation, "places": places, "means": means}
     return {name: x.float().contiguous() for name, x in found.items()}
@@ -141,6 +167,19 @@ def shrunk(sums: KeyMoments) -> Moments:
     cost = _mixed(queries * scales, expected, sums.sampled / (HALF_QUERIES * dim)) / scales
     seen = (sums.weight > 0)[:, None, None]
     return Moments(torch.where(seen, weighted, plain), plain, torch.where(seen, cost, even))
+
+
+def blended(sums: KeyMoments, prior: Prior) -> Moments:
+    """Blend moments with those of an earlier era; the fewer tokens, the more of the latter."""
+    keys, plain, queries = sums.means()
+    earlier, queried = (count / (count + sums.tokens) for count in (PRIOR_TOKENS, PRIOR_QUERIES))
+    plain = torch.lerp(plain, prior.keys, earlier)
+    seen = (sums.weight > 0)[:, None, None]
+    return Moments(
+        torch.where(seen, torch.lerp(keys, prior.keys, earlier), plain),
+        plain,
+        torch.where(seen, torch.lerp(queries, prior.queries, queried), prior.queries),
+    )
 
 
 def _leveled(x: torch.Tensor) -> torch.Tensor:
