@@ -29,7 +29,7 @@ Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, one per entry of `Codec.fields`, each `[B, H, tokens / field.tokens,
 *field.shape]`."""
 Statistics: TypeAlias = dict[str, torch.Tensor]
-"""A codec's measurements of the first tokens, by name. Its options alone fix their names, shapes and dtypes."""
+"""A codec's measurements of cached tokens, by name. Its options alone fix their names, shapes and dtypes."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
 """A codec's use of RoPE: none, the pairing of channels, or also cos and sin of each group's first token."""
 
@@ -145,7 +145,10 @@ class Codec(ABC):
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens on which the statistics can be measured, or measured anew; 0 if they never change."""
+        """Fewest tokens from which statistics can be measured now; 0 if they never change.
+
+        Fewer may suffice once there are some.
+        """
         return 0
 
     @property
@@ -168,9 +171,9 @@ class Codec(ABC):
         return True
 
     def observe(self, prompt: Prompt) -> None:
-        """Measure and set the statistics on keys and queries, if `learn` returned False and for each later era.
+        """Measure and set the statistics on keys and queries, and blend in those that the codec has, if it likes.
 
-        Statistics from before may be blended in.
+        Called if `learn` returned False, and whenever new statistics are tried.
         """
         keys, sinks = prompt.keys, prompt.sinks.shape[2]
         if prompt.padding is not None:

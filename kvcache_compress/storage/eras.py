@@ -123,7 +123,7 @@ def renewed(codec: Codec, prompt: Prompt) -> Codec | None:
     trial = copy.copy(codec)
     trial.observe(_first(prompt, half, group))
     old, new = _losses([codec, trial], prompt, half)
-    if new > WORTH * old:
+    if not new <= WORTH * old:
         return None
     fresh = copy.copy(codec)
     fresh.observe(prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ def test_later_statistics_are_blended() -> None:
     assert own > 1.5 * before
     old, new = eras._losses([long, kinds.codec(first, other)], kinds.prompt(1, 1028), 0)
     assert new < 0.2 * old
+
+
+def test_queries_that_were_not_seen_are_no_prior() -> None:
+    """Queries first seen later count alone, whatever their scale."""
+    kinds = Kinds()
+    unseen, then = replace(kinds.prompt(0, 1028), queries=None), kinds.prompt(0, 516)
+    assert then.queries is not None
+    query = then.queries.query * 0.05 * torch.logspace(0, -2, 32)
+    then = replace(then, queries=replace(then.queries, query=query))
+    blind, own, both = eras._losses([kinds.codec(unseen), kinds.codec(then), kinds.codec(unseen, then)], then, 0)
+    assert both < 1.1 * own < 0.5 * blind
 
 
 def test_runs() -> None:

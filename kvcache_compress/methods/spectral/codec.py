@@ -132,7 +132,7 @@ class SpectralCodec(LinearCodec):
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
         """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
-        return self._measured(Prompt(x[:, :, :0], x, 0), None, None, quiet=True) if self.may_need_queries else {}
+        return self._measured(Prompt(x[:, :, :0], x, 0), None, None, quiet=True) if _file(self.options) is None else {}
 
     def observe(self, prompt: Prompt) -> None:
         rope, anchors = None, self._anchors(prompt.rope)
@@ -145,13 +145,13 @@ class SpectralCodec(LinearCodec):
         """The moments from which the statistics come."""
         rows = self.inverse.double()
         basis = torch.linalg.inv(rows) * self.deviation[:, None]
-        return Prior(self._mean_table()[:, 0].double(), rows.mT @ rows, basis @ basis.mT)
+        mean = self._mean_table()[:, 0].double()
+        return Prior(mean, rows.mT @ rows, basis @ basis.mT, self.statistics["queried"] > 0)
 
-    def _measured(
-        self, prompt: Prompt, rope: GroupRope | None, prior: Prior | None, quiet: bool = False
-    ) -> Statistics:
+    def _measured(self, prompt: Prompt, rope: GroupRope | None, prior: Prior | None, quiet: bool = False) -> Statistics:
         costs = getattr(self.native, "attention_costs", attention_costs)
-        return _coded(prompt_statistics(prompt, self.group, rope, prior, costs=costs, quiet=quiet))
+        found = prompt_statistics(prompt, self.group, rope, prior, costs=costs, quiet=quiet)
+        return _coded(found) | {"queried": found["queried"]}
 
     def set_statistics(self, statistics: Statistics) -> None:
         if _file(self.options) is None:
@@ -183,7 +183,7 @@ class SpectralCodec(LinearCodec):
     def least_tokens(self) -> int:
         if not self.may_need_queries:
             return 0
-        return prefill.LEAST_LATER if self.statistics else prefill.LEAST_TOKENS
+        return max(prefill.LEAST_LATER, 2 * self.group) if self.statistics else prefill.LEAST_TOKENS
 
     @property
     def may_need_queries(self) -> bool:
@@ -213,7 +213,8 @@ class SpectralCodec(LinearCodec):
         codec = cls(plain, CodecContext(side, head_dim, heads, 0, 0, 0, torch.float32, device))
         basis = torch.eye(head_dim).repeat(heads, 1, 1)
         mean = {"means": torch.zeros(heads, RANK, head_dim), "places": torch.zeros(heads, group, RANK)}
-        codec._use(_coded({"inverse": basis, "deviation": torch.ones(heads, head_dim), **mean}))
+        measured = _coded({"inverse": basis, "deviation": torch.ones(heads, head_dim), **mean})
+        codec.set_statistics(measured | {"queried": torch.ones(heads)})
         return codec.constant_bytes()
 
     def ready_basis(self) -> torch.Tensor:

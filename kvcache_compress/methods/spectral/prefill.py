@@ -1,4 +1,4 @@
-"""Statistics of spectral keys measured on the first prompt, without a file."""
+"""Statistics of spectral keys measured on the cached text, without a file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
 LEAST_TOKENS, LEAST_LATER = 256, 128
-"""Fewest tokens to measure, first and in later eras; fewer stay dense in growing caches, or take the last statistics."""
-PRIOR_TOKENS, PRIOR_QUERIES = 256, 1024
-"""Tokens that an earlier era's moments of keys and of queries count for; tuned on SmolLM2's KL in chats."""
+"""Fewest tokens to measure, first and once there are statistics to blend in."""
+KEYS_PRIOR, QUERIES_PRIOR = 256, 1024
+"""Tokens that earlier moments of keys and of queries count for; tuned on SmolLM2's KL in chats."""
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
 """Keys and queries per head dimension at which measured moments get half the weight; tuned on SmolLM2's KL after 144
 tokens."""
@@ -58,16 +58,19 @@ def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
 
 
 class Prior(NamedTuple):
-    """An era's statistics as moments.
+    """Earlier statistics as moments, float64.
 
     Attributes:
-        mean: mean key before RoPE, `[H, D]`, float64.
-        keys, queries: second moments `[H, D, D]` as in `KeyMoments`, float64.
+        mean: mean key before RoPE, `[H, D]`.
+        keys: second moment of anchored keys, the mix of which `spectral_basis` made the basis, `[H, D, D]`.
+        queries: second moment of queries, `[H, D, D]`.
+        queried: heads whose queries were measured, bool `[H]`.
     """
 
     mean: torch.Tensor
     keys: torch.Tensor
     queries: torch.Tensor
+    queried: torch.Tensor
 
 
 def prompt_statistics(
@@ -79,10 +82,10 @@ def prompt_statistics(
     costs: Costs = attention_costs,
     quiet: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Measure a layer's tensors of `statistics_file.py`, and the `inverse` of its basis; all float32.
+    """Measure a layer's tensors of `statistics_file.py`, the `inverse` of its basis, and `queried`; all float32.
 
-    They are blended with `prior`, if given. `costs` as in `Window`. Poor statistics give a warning once, unless
-    `quiet`.
+    `queried` `[H]` is 1 for heads whose queries were measured, else 0. With `prior`, the result is a blend with these
+    earlier moments. `costs` as in `Window`. Poor statistics give a warning once, unless `quiet`.
     """
     _, heads, _, head_dim = prompt.keys.shape
     device = prompt.keys.device
@@ -95,8 +98,8 @@ def prompt_statistics(
     for window in windows:
         sums.add(window)
     if prior is not None:
-        sums.keys += PRIOR_TOKENS * prior.mean
-        sums.tokens += PRIOR_TOKENS
+        sums.keys += KEYS_PRIOR * prior.mean
+        sums.tokens += KEYS_PRIOR
     places, means = sums.table(group, rope)
     moments = KeyMoments.zeros(heads, head_dim, device)
     for window in again:
@@ -106,6 +109,7 @@ def prompt_statistics(
     basis, deviation = spectral_basis(*(shrunk(moments) if prior is None else blended(moments, prior)))
     inverse = torch.linalg.inv(basis)
     found = {"basis": basis, "inverse": inverse, "deviation": deviation, "places": places, "means": means}
+    found["queried"] = moments.weight > 0 if prior is None else (moments.weight > 0) | prior.queried
     return {name: x.float().contiguous() for name, x in found.items()}
 
 
@@ -170,15 +174,15 @@ def shrunk(sums: KeyMoments) -> Moments:
 
 
 def blended(sums: KeyMoments, prior: Prior) -> Moments:
-    """Blend moments with those of an earlier era; the fewer tokens, the more of the latter."""
+    """Blend moments with earlier ones; the fewer new tokens, the more the earlier moments count."""
+    own, seen, known = shrunk(sums), (sums.weight > 0)[:, None, None], prior.queried[:, None, None]
     keys, plain, queries = sums.means()
-    earlier, queried = (count / (count + sums.tokens) for count in (PRIOR_TOKENS, PRIOR_QUERIES))
-    plain = torch.lerp(plain, prior.keys, earlier)
-    seen = (sums.weight > 0)[:, None, None]
+    of_keys, of_queries = (count / (count + sums.tokens) for count in (KEYS_PRIOR, QUERIES_PRIOR))
+    queries = torch.where(seen, torch.lerp(queries, prior.queries, of_queries), prior.queries)
     return Moments(
-        torch.where(seen, torch.lerp(keys, prior.keys, earlier), plain),
-        plain,
-        torch.where(seen, torch.lerp(queries, prior.queries, queried), prior.queries),
+        torch.lerp(torch.where(seen, keys, plain), prior.keys, of_keys),
+        torch.lerp(plain, prior.keys, of_keys),
+        torch.where(known, queries, own.queries),
     )
 
 
