@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from importlib.resources import files
 from os.path import isdir, isfile
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -230,6 +230,8 @@ class CompressionConfig(StrictOptions):
         backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
         seed: seed of all random rotations and sketches.
         max_cache_len: static capacity in tokens. Buffers are allocated at once and shapes stay fixed (CUDA graphs).
+        bits_by_layer: `auto` to spend all layers' `bits` together where errors cost most, as the first prompt shows;
+            None (default) for the bits that are set. A static cache ignores it.
         offloading: keep layers on the CPU while others run, as `transformers.DynamicCache(offloading=True)` does.
         layers: rules that override these options for some layers.
     """
@@ -242,6 +244,7 @@ class CompressionConfig(StrictOptions):
     backend: str = "auto"
     seed: Seed = 0
     max_cache_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    bits_by_layer: Literal["auto"] | None = None
     offloading: bool = False
     layers: AnyList[LayerRule] = Field(default_factory=list)
 

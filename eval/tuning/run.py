@@ -18,6 +18,7 @@ from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.storage.bit_budget import LEAST_TOKENS
 from kvcache_compress.validation import parse_size, quoted
 
 from .loss import Loss, Window
@@ -100,7 +101,7 @@ def tune_config(
     texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
     measured, checks = _samples(loaded, tokenizer, texts, check_texts, windows, prefix, scored)
-    config = presets[0].model_copy(update={"layers": []})
+    config = presets[0].model_copy(update={"layers": [], "bits_by_layer": None})
     if memory is None or sinks or recent:
         ends = [(s, r) for s in sinks or (config.sink_tokens,) for r in recent or (config.recent_tokens,)]
     else:
@@ -118,6 +119,8 @@ def tune_config(
     found = measure(loaded, measured, config, choices, references, record, on_progress, tried)
     tuned = tune(found, config, choices, budget)
     configs = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
+    if prefix - sum(max(ends)) >= LEAST_TOKENS:
+        configs["the same with bits_by_layer: auto"] = tuned.uniform.model_copy(update={"bits_by_layer": "auto"})
     losses = validate(_windows(loaded, checks), list(configs.values()), on_progress)
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"
     validated_on = _named(check_texts or texts)

@@ -14,6 +14,7 @@ those that are Transformers' own, and the share of the model's heads. Tensors, f
                                            codec needs them
     padding                                int64 [B] or [1], the rows' left padding, if they have any
 
+The header has the bits of layers whose `BitBudget` has chosen them.
 Rotations are made anew from their seeds, and files of calibration (CommVQ's, spectral's) stay where they are; `check`
 reveals codecs that differ from those of the saving process.
 """
@@ -36,6 +37,7 @@ from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.files.model_file import not_finite, process_rank, read_model_file, write_model_file
 from kvcache_compress.modeling.facts import head_shape, model_facts
 from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
+from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.side import SideState
 from kvcache_compress.validation import quoted, usable_device
 
@@ -63,7 +65,11 @@ def save_cache(cache: Any, path: str | Path) -> None:
         elif isinstance(layer, LinearAttentionAndFullAttentionLayer):
             raise ValueError(f"layer {index}, with a recurrent state beside its keys and values, cannot be saved")
         else:
+            if isinstance(layer.storage, DynamicStorage):
+                layer.storage.settle_now()
             held = dict(_layer_tensors(layer))
+            if layer.budget is not None and index in layer.budget.spent:
+                described["bits"] = {side: state.codec.options.bits for side, state in layer.sides.items()}
             described["prepared"] = bool(layer.sides) and layer.sides["keys"].prepared
             if layer.sides and (track := layer.track) is not None:
                 tensors[track.name] = track.buffer[:, : track.rows(int(layer.get_seq_length()))]
@@ -190,7 +196,7 @@ def _restore(
                 set_attributes(layer, described["attributes"], copied, device)
             elif own:
                 rope = None if layer.track is None else ropes[layer.track.name]
-                _restore_layer(layer, own, described["prepared"], rope, device)
+                _restore_layer(layer, own, described, rope, device)
         except ValueError as error:
             raise ValueError(f"layer {index}: {error}") from None
     if left:
@@ -201,13 +207,17 @@ def _restore(
 def _restore_layer(
     layer: CompressedLayer,
     tensors: Mapping[str, torch.Tensor],
-    prepared: bool,
+    described: Mapping[str, Any],
     rope: torch.Tensor | None,
     device: torch.device,
 ) -> None:
-    """Fill a new layer from its tensors; `rope` has the rows of the layer's track."""
+    """Fill a new layer from its tensors and what the header says of it; `rope` has the rows of the layer's track."""
     keys, values = (tensors[f"{side}.sinks"][:, :, :0].to(device) for side in SIDES)
     layer.lazy_initialization(keys, values)
+    if layer.budget is not None and "bits" in described:
+        for side, state in layer.sides.items():
+            state.recode(state.codec.with_bits(described["bits"][side]))
+        layer.budget.spend(layer.index, {side: state.codec for side, state in layer.sides.items()})
     packed = {side: _check_side(side, state, tensors) for side, state in layer.sides.items()}
     if len(set(packed.values())) > 1:
         raise ValueError(f"damaged: keys and values differ in their packed tokens ({packed})")
@@ -220,7 +230,7 @@ def _restore_layer(
             track.restore(rope.to(device), tokens)
         for side, state in storage.sides.items():
             own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
-            state.restore(own, packed[side], prepared)
+            state.restore(own, packed[side], described["prepared"])
         storage.watch.restore(tensors, device)
     for side, state in layer.sides.items() if packed["keys"] else ():
         # In float64, since numbers of a damaged file may overflow float32 when squared.

@@ -22,9 +22,11 @@ from transformers.cache_utils import (
 from kvcache_compress.attention.position_hooks import ModelListener
 from kvcache_compress.backends.choice import check_backend
 from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
+from kvcache_compress.storage.bit_budget import BitBudget
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, check_croppable, tokens_after_crop
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack
@@ -73,6 +75,7 @@ class CompressedCache(Cache, ModelListener):
         check_backend(self.compression.backend, ((one.codec(), one.options(), side) for one, side in used))
         tracks: dict[tuple[int, int], RopeTrack] = {}
         self.padding = padding = PaddingRecord()
+        budget = _budget(chosen, self.decoder_config, self.compression)
         for index, plan in chosen.items():
             layer_rope = rope if rope and layer_has_rope(self.decoder_config, index) else None
             track = None
@@ -85,7 +88,10 @@ class CompressedCache(Cache, ModelListener):
                 layers[index], LinearAttentionAndFullAttentionLayer
             ):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
-            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, padding)
+            layers[index] = kind(
+                index, plan, self.compression, self.decoder_config, layer_rope, track, padding,
+                budget if budget is not None and index in budget.planned else None,
+            )  # fmt: skip
         super().__init__(layers=layers)
         self.rope_tracks = list(tracks.values())
         self._followed = self.decoder_config
@@ -336,6 +342,19 @@ def _rows_held(layer: Any) -> int | None:
         return layer.batch_size if layer.is_initialized else None
     keys = getattr(layer, "keys", None)
     return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
+
+
+def _budget(
+    plans: Mapping[int, LayerPlan], config: PreTrainedConfig, compression: CompressionConfig
+) -> BitBudget | None:
+    """Budget of the layers whose bits can change on both sides, as large as their plans say; None for fixed bits."""
+    if compression.bits_by_layer is None or compression.max_cache_len is not None:
+        return None
+    dim = head_dim_of(config)
+    able = {i: plan for i, plan in plans.items() if all(plan.side(side).codec().bit_choices for side in SIDES)}
+    planned = {i: sum(bytes_per_token(plan.layout(side, dim)) for side in SIDES) for i, plan in able.items()}
+    # Layers that are offloaded cannot be packed after others.
+    return BitBudget(planned, 0) if compression.offloading else BitBudget(planned)
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:

@@ -17,6 +17,7 @@ from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.storage.bit_budget import BitBudget
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
@@ -54,6 +55,7 @@ class CompressedLayer(RowOperations):
         rope: RopeLayout | None = None,
         track: RopeTrack | None = None,
         padding: PaddingRecord | None = None,
+        budget: BitBudget | None = None,
     ) -> None:
         self.index = index
         self.compression = compression
@@ -67,6 +69,7 @@ class CompressedLayer(RowOperations):
         self.rope = rope
         self.track = track
         self.padding = padding or PaddingRecord()
+        self.budget = budget
         self.record_past = False
         self._forget()
 
@@ -74,6 +77,8 @@ class CompressedLayer(RowOperations):
         self.is_initialized = False
         self.number = ops.register(self, getattr(self, "number", None))
         self.storage: DynamicStorage | StaticStorage | None = None
+        if self.budget is not None:
+            self.budget.forget(self.index)
         self.checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
         self._views: list[weakref.ref[View]] = []
@@ -96,7 +101,7 @@ class CompressedLayer(RowOperations):
                 self.track = self.track.at(self.device, self.index)
             self.storage = storage = new_storage(
                 key_states.detach(), value_states.detach(), self.plan, self.compression, self.rope, self.track,
-                self.padding, self.checks,
+                self.padding, self.checks, self.budget,
             )  # fmt: skip
             self.backend, self.group, self.flush_tokens = storage.backend, storage.windows.group, storage.windows.flush
             if self.max_cache_len is not None:

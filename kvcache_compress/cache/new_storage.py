@@ -10,6 +10,7 @@ from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import CodecContext, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.storage.bit_budget import BitBudget
 from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
@@ -29,6 +30,7 @@ def new_storage(
     track: RopeTrack | None,
     padding: PaddingRecord,
     checks: PackableChecks,
+    budget: BitBudget | None = None,
 ) -> DynamicStorage:
     """Build codecs and an empty storage for keys and values like these, `[B, H, T, D]`."""
     inputs: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
@@ -54,4 +56,5 @@ def new_storage(
     return DynamicStorage(
         sides, windows, checks, backend, flushes_steps=compression.quantize_generated, track=track,
         leads_track=track is None or track.leader == checks.layer,
+        budget=budget,
     )  # fmt: skip

@@ -118,6 +118,8 @@ class Codec(ABC):
     alone."""
     chunks_on_cpp: bool = True
     """True if prompt chunks may use C++ attention; False if code space is much wider than a head."""
+    bit_choices: ClassVar[tuple[float, ...]] = ()
+    """Values of the option `bits` that a `BitBudget` chooses among; empty if it cannot change the method's bits."""
     per_prompt: bool = False
     """True if the statistics fit a single prompt; batches of several prompts are then refused."""
 
@@ -235,6 +237,13 @@ class Codec(ABC):
     def cpu_side(self) -> Any:
         """Operands for C++ attention (a `CPUSide`), or None."""
         return None
+
+    def with_bits(self, bits: float) -> Self:
+        """Make the same codec with other `bits`, and with the same statistics."""
+        twin = type(self)(self.options.model_copy(update={"bits": bits}), self.context).with_native(self.native)
+        if self.statistics:
+            twin.set_statistics(self.statistics)
+        return twin
 
     def with_native(self, native: Any) -> Self:
         """Copy the codec with another `native`; the copy shares all tensors, which no codec changes in place."""

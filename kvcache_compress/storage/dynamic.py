@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.base import Codec, Side
+from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 
 from .backend import Backend
+from .bit_budget import LEAST_TOKENS, BitBudget, output_losses
 from .checks import PackableChecks, same_prompt
 from .eras import Watch
 from .shared.rope_track import RopeTrack
@@ -33,6 +36,7 @@ class DynamicStorage:
         flushes_steps: True if steps and drafts pack earlier tokens, False if only prompts and their chunks do.
         track: cos and sin of the packed groups, if a codec needs them.
         leads_track: True for the layer that writes `track`.
+        budget: chooses the codecs' bits when the first tokens are packed; None to keep those that they have.
     """
 
     sides: dict[Side, SideState]
@@ -42,6 +46,7 @@ class DynamicStorage:
     flushes_steps: bool = True
     track: RopeTrack | None = None
     leads_track: bool = True
+    budget: BitBudget | None = None
     due: int | None = field(default=None, init=False)
     """Tokens that `close` packs after attention, because a codec needs the step's queries; None if there are none."""
     waiting: int = field(default=0, init=False)
@@ -51,6 +56,7 @@ class DynamicStorage:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self._least_tokens > 0)
+        """Also watches for the budget, until it is spent."""
         if self.windows.capacity is not None:
             for state in self.sides.values():
                 state.store.make_static(self.windows.packed_capacity + self.windows.group)
@@ -85,7 +91,14 @@ class DynamicStorage:
     @property
     def _least_tokens(self) -> int:
         """Fewest tokens to measure, sinks left out; 0 if nothing is measured again."""
-        return self.sides["keys"].codec.least_tokens if self.windows.capacity is None else 0
+        if self.windows.capacity is not None:
+            return 0
+        return max(self.sides["keys"].codec.least_tokens, LEAST_TOKENS if self._awaits_bits else 0)
+
+    @property
+    def _awaits_bits(self) -> bool:
+        """True if the budget has yet to choose the codecs' bits."""
+        return self.budget is not None and self.checks.layer not in self.budget.spent
 
     def views(self) -> tuple[View, View]:
         k_side, v_side = self.sides.values()
@@ -126,6 +139,7 @@ class DynamicStorage:
         Raises:
             ValueError: a vector to be encoded holds NaN or infinity, or its norm is above 65504.
         """
+        self.settle_now()
         length = self.tokens
         self.checks.raise_for_known()
         sinks_before = [state.sinks for state in self.sides.values()]
@@ -192,8 +206,42 @@ class DynamicStorage:
             if state.codec.may_need_queries:
                 state.observe(call, self.windows.recent, at)
         self.due = None
-        self._flush_tails(tails, due, growing=self.flushes_steps)
-        watch.measured(self.packed_tokens, in_step)
+        settle = partial(self._settle, due, in_step)
+        if not self._awaits_bits:
+            settle({})
+        elif call is None:
+            assert self.budget is not None
+            self.budget.spend(self.checks.layer, {side: state.codec for side, state in self.sides.items()})
+            settle({})
+        else:
+            self._offer(call, at, settle)
+
+    def _offer(self, call: AttentionCall, at: torch.Tensor | None, settle: Callable[[dict[Side, Codec]], None]) -> None:
+        """Measure what both sides lose, and let the budget choose their bits, now or later."""
+        assert self.budget is not None
+        k_side, v_side = self.sides.values()
+        codecs = {side: state.codec for side, state in self.sides.items()}
+        prompt = k_side.prompt(call, self.windows.recent, at)
+        values = torch.cat([v_side.sinks, v_side.tail.view()], 2)[: len(prompt.keys)]
+        with on_device(values), torch.no_grad():
+            losses = output_losses(codecs, prompt, values)
+        self.budget.offer(self.checks.layer, codecs, losses, settle, self.tokens)
+
+    def _settle(self, due: int, in_step: bool, codecs: Mapping[Side, Codec]) -> None:
+        """Pack the `due` tokens, with these codecs if any."""
+        for side, codec in codecs.items():
+            self.sides[side].recode(codec)
+        tails = self._tails()
+        due = min(due, self.windows.leaving(tails["keys"].shape[2]))
+        if due:
+            self._flush_tails(tails, due, growing=self.flushes_steps)
+        self.watch.measures = self._least_tokens > 0
+        self.watch.measured(self.packed_tokens, in_step)
+
+    def settle_now(self) -> None:
+        """Choose the bits now if the layer waits for others to be measured."""
+        if self.budget is not None and self.checks.layer in self.budget.waiting:
+            self.budget.settle(self.checks.layer)
 
     def _tails(self) -> dict[Side, torch.Tensor]:
         return {side: state.tail.view() for side, state in self.sides.items()}
@@ -211,7 +259,10 @@ class DynamicStorage:
         renews: True if statistics that the keys have already are measured again.
         """
         watch = self.watch
-        if not (watch.measures and self.sides["keys"].prepared):
+        if self._awaits_bits:
+            self._learn(tails, first)
+            renews = True
+        elif not (watch.measures and self.sides["keys"].prepared):
             renews = not self._learn(tails, first)
             if not renews:
                 watch.measured(self.packed_tokens + leaving, in_step=False)
@@ -323,6 +374,7 @@ class DynamicStorage:
 
     def crop(self, left: int) -> None:
         """Keep the first `left` tokens; a packed group that the crop cuts is decoded into the tail."""
+        self.settle_now()
         keys = self.sides["keys"]
         rows = keys.padding.rows
         if rows is not None and left < rows.longest + self.windows.sinks:

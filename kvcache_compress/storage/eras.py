@@ -159,7 +159,15 @@ def _losses(codecs: Sequence[Codec], prompt: Prompt, start: int) -> list[float]:
 
 def _costs(call: AttentionCall, prompt: Prompt, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Some queries `[B, H, R, D]`, and p (1 - p) of each for `tokens` `[n]`, zero for its recent tokens."""
-    keys = torch.cat([prompt.sinks, prompt.keys], 2)
+    query, p, packed = attention(replace(prompt, queries=call))
+    p = torch.where(packed, p, 0.0)[..., tokens]
+    return query, p * (1 - p)
+
+
+def attention(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Some scaled queries `[B, H, R, D]`, their attention `[B, H, R, T]`, and the packed tokens they see, `[R, T]`."""
+    keys, call = torch.cat([prompt.sinks, prompt.keys], 2), prompt.queries
+    assert call is not None
     batch, heads, count, _ = keys.shape
     query, first = call.query, prompt.sinks.shape[2] + prompt.recent
     at = prompt.at
@@ -170,8 +178,7 @@ def _costs(call: AttentionCall, prompt: Prompt, tokens: torch.Tensor) -> tuple[t
     if len(known) > most:
         known = known[torch.linspace(0, len(known) - 1, most, device=keys.device).round().long()]
     at, query = at[known], query[:, :, known].float().unflatten(1, (heads, -1)).flatten(2, 3)
+    query = call.scaling * query
     limit, place = at.repeat(query.shape[2] // len(at))[:, None], torch.arange(count, device=keys.device)
-    scores = call.scaling * (query @ keys.float().mT)
-    p = scores.masked_fill_(place > limit, -torch.inf).softmax(-1)[..., tokens]
-    p = p.masked_fill(tokens > limit - prompt.recent, 0.0)
-    return query, p * (1 - p)
+    p = (query @ keys.float().mT).masked_fill_(place > limit, -torch.inf).softmax(-1)
+    return query, p, (place <= limit - prompt.recent) & (place >= prompt.sinks.shape[2])

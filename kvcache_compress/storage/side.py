@@ -110,6 +110,25 @@ class SideState:
         A new era begins only if it pays. The queries belong to the last tokens or to the tokens `at`, int64 `[n]`. Rows
         that repeat one prompt, as for beams, count once.
         """
+        prompt = self.prompt(call, recent, at)
+        with on_device(prompt.keys), torch.no_grad():
+            if not self.prepared:
+                self.codec.observe(prompt)
+            elif prompt.queries is None or len(self.eras) == MOST_ERAS:
+                return
+            elif (codec := renewed(self.codec, prompt)) is not None:
+                packed = self.store.tokens
+                self.codec.__dict__.pop("kernel_encoder", None)  # it encodes no more
+                self.eras = (*(era for era in self.eras if era.start < packed), Era(packed, codec))
+        self.prepared = True
+
+    def recode(self, codec: Codec) -> None:
+        """Use another codec, while nothing is packed."""
+        self.eras = (Era(0, codec),)
+        self.store = PackedStore(codec.fields, len(self.sinks), self.sinks.shape[1], self.sinks.device)
+
+    def prompt(self, call: AttentionCall | None, recent: int, at: torch.Tensor | None = None) -> Prompt:
+        """The tail as a prompt whose queries belong to its last tokens or to the tokens `at`."""
         x, packed = self.tail.view(), self.store.tokens
         padding = None if packed else self.padding.rows
         if call is not None and (packed or at is not None):
@@ -124,15 +143,7 @@ class SideState:
                 x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
                 call = None if call is None else call.first_rows(rows)
             at = None if at is None else at - packed
-            prompt = Prompt(self.sinks[:rows], x, recent, rope, offsets, call, padding, at)
-            if not self.prepared:
-                self.codec.observe(prompt)
-            elif call is None or len(self.eras) == MOST_ERAS:
-                return
-            elif (codec := renewed(self.codec, prompt)) is not None:
-                self.codec.__dict__.pop("kernel_encoder", None)  # it encodes no more
-                self.eras = (*(era for era in self.eras if era.start < packed), Era(packed, codec))
-        self.prepared = True
+            return Prompt(self.sinks[:rows], x, recent, rope, offsets, call, padding, at)
 
     @property
     def rope_rows(self) -> torch.Tensor | None:

@@ -87,6 +87,7 @@ class SpectralCodec(LinearCodec):
     Options: ClassVar[type[MethodOptions]] = SpectralOptions
     options: SpectralOptions
     in_memory_order: ClassVar[bool] = True
+    bit_choices: ClassVar[tuple[float, ...]] = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6)
 
     def __init__(self, options: SpectralOptions, context: CodecContext) -> None:
         super().__init__(options, context)

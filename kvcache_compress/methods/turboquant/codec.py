@@ -92,6 +92,7 @@ class TurboQuantCodec(LinearCodec):
     Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
     options: TurboQuantOptions
     in_memory_order: ClassVar[bool] = True
+    bit_choices: ClassVar[tuple[float, ...]] = (1, 2, 3, 4, 5, 6)
 
     def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
         super().__init__(options, context)

@@ -1,0 +1,197 @@
+"""Caches that spread their bits over layers and sides: sizes, operations, and prompts in every form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cache_name import with_cache
+from support.models.small_model import small_model
+from transformers import LlamaForCausalLM
+
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.methods.spectral import prefill
+from kvcache_compress.storage import bit_budget
+
+METHODS: dict[str, dict[str, Any]] = {
+    "spectral": {"method": "spectral", "bits": 3, "group": 32},
+    "turboquant": {"method": "turboquant", "bits": 3},
+}
+LAYERS, LEAST = 4, 64
+each = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A model whose layers need unlike bits, because their queries and outputs are of unlike sizes."""
+    found = small_model(LAYERS, vocab_size=64, hidden_size=128, num_attention_heads=4)
+    for number, layer in enumerate(found.model.layers):
+        layer.self_attn.q_proj.weight.data *= 2**number
+    enable_fused_attention(found)
+    return found
+
+
+@pytest.fixture
+def one_era() -> None:
+    """The other contract tests' fixture, not wanted here."""
+
+
+@pytest.fixture(autouse=True)
+def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(prefill, "LEAST_TOKENS", LEAST)
+    monkeypatch.setattr(bit_budget, "LEAST_TOKENS", LEAST)
+    monkeypatch.setattr("kvcache_compress.storage.dynamic.LEAST_TOKENS", LEAST)
+    with torch.no_grad():
+        yield
+
+
+def cache_of(model: Any, method: str, **options: Any) -> CompressedCache:
+    config = {"keys": METHODS[method], "values": {"method": "turboquant", "bits": 3}, "bits_by_layer": "auto"}
+    return CompressedCache(model.config, {**config, "sink_tokens": 4, "recent_tokens": 16, **options})
+
+
+def feed(model: Any, cache: Any, *sizes: int, seed: int = 0) -> torch.Tensor:
+    """Logits of the last of random chunks of these sizes, for two rows."""
+    generator = torch.Generator().manual_seed(seed)
+    for size in sizes:
+        logits = model(torch.randint(0, 64, (2, size), generator=generator), **with_cache(cache)).logits
+    return torch.as_tensor(logits)
+
+
+def bits(cache: Any) -> list[list[float]]:
+    return [[layer.sides[side].codec.options.bits for side in SIDES] for layer in cache.layers]
+
+
+EQUAL = [[3.0, 3.0]] * LAYERS
+
+
+@each
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_bits_differ_and_add_up(model: Any, method: str, backend: str) -> None:
+    """Packed tokens take as many bytes as with equal bits, and no layer is dense after the prompt."""
+    cache, equal = (cache_of(model, method, backend=backend, bits_by_layer=auto) for auto in ("auto", None))
+    for one in (cache, equal):
+        feed(model, one, 200)
+    assert bits(equal) == EQUAL
+    assert len({tuple(pair) for pair in bits(cache)}) > 1
+    assert {layer.packed_tokens for layer in cache.layers} == {160}
+    found, wanted = (one.memory_report().packed_bits_per_number for one in (cache, equal))
+    assert wanted - 0.5 / LAYERS < found <= wanted
+    before = bits(cache)
+    feed(model, cache, 1, 150, 1)
+    assert bits(cache) == before
+
+
+@each
+def test_short_prompts_wait(model: Any, method: str) -> None:
+    """Bits are chosen in the step that has enough tokens; queries of the steps before it are used."""
+    cache = cache_of(model, method)
+    feed(model, cache, 20)
+    for number in range(LEAST + 40):
+        feed(model, cache, 1, seed=number)
+    assert cache.packed_tokens > 0
+    assert bits(cache) != EQUAL
+
+
+@each
+def test_operations(model: Any, method: str, tmp_path: Path) -> None:
+    """Saved and copied caches keep their bits and go on bit for bit; an emptied cache chooses anew."""
+    cache = cache_of(model, method)
+    feed(model, cache, 200)
+    chosen = bits(cache)
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model.config)
+    twin = copy.deepcopy(cache)
+    assert bits(loaded) == bits(twin) == chosen
+    first, *others = [feed(model, one, 1, 150, seed=1) for one in (cache, loaded, twin)]
+    assert all(torch.equal(one, first) for one in others)
+    cache.crop(-int(cache.get_seq_length()) + 100)
+    feed(model, cache, 150)
+    assert bits(cache) == chosen
+    cache.reset()
+    feed(model, cache, 20)
+    assert bits(cache) == EQUAL
+    feed(model, cache, 200)
+    assert bits(cache) != EQUAL
+
+
+@each
+def test_without_queries(model: Any, method: str) -> None:
+    """Where queries are not seen, all layers keep the config's bits."""
+    disable_fused_attention(model)
+    try:
+        cache = cache_of(model, method)
+        feed(model, cache, 200, 1)
+    finally:
+        enable_fused_attention(model)
+    assert bits(cache) == EQUAL
+    assert cache.packed_tokens == 160
+
+
+@each
+@pytest.mark.parametrize("way", ["step", "crop", "save"])
+def test_a_forward_that_fails(model: Any, method: str, way: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Layers that waited for one that never came choose without it."""
+    cache = cache_of(model, method)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[-1], "forward", fail)
+        with pytest.raises(RuntimeError, match="memory"):
+            feed(model, cache, 200)
+    first = cache.layers[0]
+    assert first.packed_tokens == 0
+    if way == "save":
+        cache.save(tmp_path / "cache")
+        assert first.packed_tokens == 160
+        return
+    if way == "crop":
+        cache.layers[0].crop(-50)
+        assert first.packed_tokens == 146 // first.group * first.group
+        return
+    for layer in cache.layers[:-1]:
+        layer.update(*(torch.randn(2, 2, 1, 32) for _ in range(2)))
+    assert first.packed_tokens == 160
+
+
+def test_long_prompts_choose_in_turn(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With offloading, or a prompt too long to be held, each layer is packed before the next one."""
+    cache, other = cache_of(model, "spectral"), cache_of(model, "spectral", offloading=True)
+    assert cache.layers[0].budget.most_held == bit_budget.MOST_HELD
+    cache.layers[0].budget.most_held = 100
+    packed = []
+
+    def look(*args: Any) -> None:
+        packed.append([layer.packed_tokens for layer in cache.layers[:2]])
+
+    hook = model.model.layers[1].register_forward_pre_hook(look)
+    feed(model, cache, 200)
+    hook.remove()
+    feed(model, other, 200)
+    assert packed == [[160, 0]]
+    assert bits(cache) == bits(other) != EQUAL
+    found = cache.memory_report().packed_bits_per_number
+    assert found <= 3 + 32 / 64 * 2  # not more than planned, scales and cos and sin counted
+
+
+def test_static_caches_keep_their_bits(model: Any) -> None:
+    cache = cache_of(model, "turboquant", max_cache_len=300)
+    feed(model, cache, 200)
+    assert bits(cache) == EQUAL
+
+
+def test_layers_without_bits_take_no_part(model: Any) -> None:
+    """A side whose bits cannot change leaves its layer as it is."""
+    rule = {"match": [0], "values": {"method": "kivi", "bits": 4, "group_size": 16}}
+    cache = cache_of(model, "spectral", layers=[rule])
+    feed(model, cache, 200)
+    assert bits(cache)[0] == [3, 4]
+    assert cache.layers[0].budget is None
+    assert bits(cache)[1:] != EQUAL[1:]
