@@ -230,8 +230,8 @@ class CompressionConfig(StrictOptions):
         backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
         seed: seed of all random rotations and sketches.
         max_cache_len: static capacity in tokens. Buffers are allocated at once and shapes stay fixed (CUDA graphs).
-        bits_by_layer: `auto` to spend all layers' `bits` together where errors cost most, as the first prompt shows;
-            None (default) for the bits that are set. A static cache ignores it.
+        bits_by_layer: `auto` lets layers, keys and values share the bits that are set here; the first prompt shows
+            which need more. By default each has its own. A static cache ignores it.
         offloading: keep layers on the CPU while others run, as `transformers.DynamicCache(offloading=True)` does.
         layers: rules that override these options for some layers.
     """

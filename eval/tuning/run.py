@@ -18,7 +18,7 @@ from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.storage.bit_budget import LEAST_TOKENS
+from kvcache_compress.storage.dynamic import LEAST_TOKENS
 from kvcache_compress.validation import parse_size, quoted
 
 from .loss import Loss, Window
@@ -119,7 +119,9 @@ def tune_config(
     found = measure(loaded, measured, config, choices, references, record, on_progress, tried)
     tuned = tune(found, config, choices, budget)
     configs = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
-    if prefix - sum(max(ends)) >= LEAST_TOKENS:
+    sides = tuned.uniform.keys.codec(), tuned.uniform.values.codec()
+    packed = prefix - tuned.uniform.sink_tokens - tuned.uniform.recent_tokens
+    if packed >= LEAST_TOKENS and all(codec.bit_choices for codec in sides):
         configs["the same with bits_by_layer: auto"] = tuned.uniform.model_copy(update={"bits_by_layer": "auto"})
     losses = validate(_windows(loaded, checks), list(configs.values()), on_progress)
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"

@@ -66,7 +66,7 @@ def save_cache(cache: Any, path: str | Path) -> None:
             raise ValueError(f"layer {index}, with a recurrent state beside its keys and values, cannot be saved")
         else:
             if isinstance(layer.storage, DynamicStorage):
-                layer.storage.settle_now()
+                layer.storage.stop_waiting()
             held = dict(_layer_tensors(layer))
             if layer.budget is not None and index in layer.budget.spent:
                 described["bits"] = {side: state.codec.options.bits for side, state in layer.sides.items()}
@@ -215,9 +215,10 @@ def _restore_layer(
     keys, values = (tensors[f"{side}.sinks"][:, :, :0].to(device) for side in SIDES)
     layer.lazy_initialization(keys, values)
     if layer.budget is not None and "bits" in described:
-        for side, state in layer.sides.items():
-            state.recode(state.codec.with_bits(described["bits"][side]))
-        layer.budget.spend(layer.index, {side: state.codec for side, state in layer.sides.items()})
+        codecs = {side: state.codec.with_bits(described["bits"][side]) for side, state in layer.sides.items()}
+        layer.budget.spend(layer.index, codecs)
+        with layer.edited() as storage:
+            storage.use(codecs)
     packed = {side: _check_side(side, state, tensors) for side, state in layer.sides.items()}
     if len(set(packed.values())) > 1:
         raise ValueError(f"damaged: keys and values differ in their packed tokens ({packed})")

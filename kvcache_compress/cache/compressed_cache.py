@@ -352,6 +352,11 @@ def _budget(
         return None
     dim = head_dim_of(config)
     able = {i: plan for i, plan in plans.items() if all(plan.side(side).codec().bit_choices for side in SIDES)}
+    if not able:
+        raise ValueError(
+            f"bits_by_layer={compression.bits_by_layer!r} has no effect: no layer has a method for keys and one for "
+            "values whose bits can change (spectral, turboquant); drop it"
+        )
     planned = {i: sum(bytes_per_token(plan.layout(side, dim)) for side in SIDES) for i, plan in able.items()}
     # Layers that are offloaded cannot be packed after others.
     return BitBudget(planned, 0) if compression.offloading else BitBudget(planned)

@@ -77,14 +77,17 @@ class CompressedLayer(RowOperations):
         self.is_initialized = False
         self.number = ops.register(self, getattr(self, "number", None))
         self.storage: DynamicStorage | StaticStorage | None = None
-        if self.budget is not None:
-            self.budget.forget(self.index)
+        self._forget_bits()
         self.checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
         self._views: list[weakref.ref[View]] = []
         """Views that were handed out and may still be in use."""
         for name in ("batch_size", "cumulative_length"):  # attributes of the tokens that are gone
             self.__dict__.pop(name, None)
+
+    def _forget_bits(self) -> None:
+        if self.budget is not None:
+            self.budget.forget(self.index)
 
     @property
     def is_compileable(self) -> bool:
@@ -94,6 +97,7 @@ class CompressedLayer(RowOperations):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Build codecs and an empty storage for tensors like these, `[B, H, T, D]`."""
         with self._writable_buffers():
+            self._forget_bits()
             self.dtype, self.device = key_states.dtype, key_states.device
             self.batch_size = key_states.shape[0]
             self._accepted = None

@@ -239,7 +239,9 @@ class Codec(ABC):
         return None
 
     def with_bits(self, bits: float) -> Self:
-        """Make the same codec with other `bits`, and with the same statistics."""
+        """Return this codec with other `bits` and the same statistics."""
+        if bits == self.options.bits:
+            return self
         twin = type(self)(self.options.model_copy(update={"bits": bits}), self.context).with_native(self.native)
         if self.statistics:
             twin.set_statistics(self.statistics)

@@ -17,34 +17,32 @@ import torch
 from kvcache_compress.codecs.base import SIDES, Codec, Prompt, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 
-from .eras import attention
+from .eras import attention, real_tokens
 
-LEAST_TOKENS = 256
-"""Fewest packed tokens with which bits are chosen."""
 MOST_HELD = 8192
-"""Most tokens of a first prompt that stay dense until its last layer is measured."""
+"""Most tokens of a first prompt, over the rows of its batch, that stay dense until its last layer is measured."""
 SAMPLED_TOKENS = 256
 """Tokens of which errors are measured."""
 BITS_APART = 2
 """Largest difference between chosen bits and those of the config."""
 
 
-class Curve(NamedTuple):
-    """Bytes per token and losses of the pairs of bits that a layer may choose."""
+class Offer(NamedTuple):
+    """A measured layer: what it may choose, and what takes its choice.
 
+    Attributes:
+        codecs: its codecs with the config's bits.
+        pairs: bits of keys and values among which it chooses.
+        costs: bytes per token of each pair.
+        losses: loss of each pair.
+        take: called with the chosen codecs.
+    """
+
+    codecs: Mapping[Side, Codec]
+    pairs: list[tuple[float, float]]
     costs: np.ndarray
     losses: np.ndarray
-
-    def best(self, price: float) -> int:
-        return int((self.losses + price * self.costs).argmin())
-
-
-class Waiting(NamedTuple):
-    """A layer that was measured and has not chosen: its codecs, its pairs of bits, and what takes the new codecs."""
-
-    codecs: dict[Side, Codec]
-    pairs: list[tuple[float, float]]
-    settle: Callable[[dict[Side, Codec]], None]
+    take: Callable[[dict[Side, Codec]], None]
 
 
 class BitBudget:
@@ -52,14 +50,16 @@ class BitBudget:
 
     Args:
         planned: bytes per token and head of each layer with the config's bits.
-        most_held: most tokens of a layer that may stay dense until all layers are measured.
+        most_held: most tokens of a layer, over all rows, that may stay dense until all layers are measured.
     """
 
     def __init__(self, planned: Mapping[int, float], most_held: int = MOST_HELD) -> None:
         self.planned, self.most_held = dict(planned), most_held
         self.spent: dict[int, float] = {}
-        self.waiting: dict[int, Waiting] = {}
-        self._curves: dict[int, Curve] = {}
+        """Bytes per token of the layers that have chosen."""
+        self.waiting: dict[int, Offer] = {}
+        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Costs and losses of the layers that were measured."""
 
     def forget(self, layer: int) -> None:
         """Forget a layer's measurement and choice, since it is empty again."""
@@ -69,54 +69,62 @@ class BitBudget:
     def spend(self, layer: int, codecs: Mapping[Side, Codec]) -> None:
         """Count the bytes of a layer that keeps its codecs."""
         self.spent[layer] = _bytes(codecs)
-        self._settle_if_known()
+        self._choose_if_last(layer)
 
     def offer(
         self,
         layer: int,
-        codecs: dict[Side, Codec],
+        codecs: Mapping[Side, Codec],
         losses: Mapping[Side, float],
-        settle: Callable[[dict[Side, Codec]], None],
+        take: Callable[[dict[Side, Codec]], None],
         tokens: int,
     ) -> None:
-        """Take the losses of a layer's sides with these codecs; `settle` is called when the new ones are chosen.
+        """Take the losses of a layer's sides with these codecs; `take` is called with its new ones, now or later.
 
-        That is at once if the layer holds too many `tokens`.
+        tokens: tokens that the layer keeps dense until then, over all rows.
         """
         keys, values = (_choices(codecs[side], losses[side]) for side in SIDES)
         pairs = [(key, value) for key in keys[0] for value in values[0]]
-        self._curves[layer] = Curve(*(np.add.outer(x, y).ravel() for x, y in zip(keys[1:], values[1:], strict=True)))
-        self.waiting[layer] = Waiting(codecs, pairs, settle)
+        curve = np.add.outer(keys[1], values[1]).ravel(), np.add.outer(keys[2], values[2]).ravel()
+        self._curves[layer] = curve
+        self.waiting[layer] = Offer(codecs, pairs, *curve, take)
         if tokens > self.most_held:
-            self.settle(layer)
-        self._settle_if_known()
+            self.choose(layer)
+        self._choose_if_last(layer)
 
-    def settle(self, layer: int) -> None:
+    def choose(self, layer: int) -> None:
         """Choose the bits of a waiting layer."""
-        curve, others = self._curves[layer], self.planned.keys() - self.spent.keys() - {layer}
+        offer, others = self.waiting[layer], self.planned.keys() - self.spent.keys() - {layer}
         left = sum(self.planned.values()) - sum(self.spent.values())
-        least = sum(self._curves[one].costs.min() if one in self._curves else curve.costs.min() for one in others)
+        least = sum(self._curves.get(one, (offer.costs,))[0].min() for one in others)
         price = self._price(left) if others else 0.0
-        fitting = np.where(curve.costs <= left - least, curve.losses + price * curve.costs, np.inf)
-        codecs, pairs, settle = self.waiting.pop(layer)
-        pair = zip(codecs.items(), pairs[int(fitting.argmin())], strict=True)
-        chosen = {side: codec.with_bits(bits) for (side, codec), bits in pair}
+        fitting = np.where(offer.costs <= left - least, offer.losses + price * offer.costs, np.inf)
+        bits = offer.pairs[int(fitting.argmin())]
+        chosen = {side: offer.codecs[side].with_bits(one) for side, one in zip(SIDES, bits, strict=True)}
+        del self.waiting[layer]
         self.spent[layer] = _bytes(chosen)
-        settle(chosen)
+        offer.take(chosen)
 
-    def _settle_if_known(self) -> None:
-        if self.planned.keys() <= self.spent.keys() | self.waiting.keys():
-            for layer in list(self.waiting):
-                self.settle(layer)
+    def _choose_if_last(self, layer: int) -> None:
+        """Let all waiting layers choose if this is the last one, or the last that was awaited."""
+        if layer == max(self.planned) or self.planned.keys() <= self.spent.keys() | self.waiting.keys():
+            for one in list(self.waiting):
+                self.choose(one)
 
     def _price(self, left: float) -> float:
         """Loss per byte at which the layers that have not chosen would spend `left` bytes."""
+        shape = len(self._curves), max(len(costs) for costs, _ in self._curves.values())
+        costs, losses = np.zeros(shape), np.full(shape, np.inf)
+        for row, curve in enumerate(self._curves.values()):
+            costs[row, : len(curve[0])], losses[row, : len(curve[1])] = curve
+        waiting = np.array([layer in self.waiting for layer in self._curves])
         unknown = len(self.planned.keys() - self.spent.keys() - self.waiting.keys())
-        low, high = 1e-9, 1.0
+        high = max(float(lost.max()) for _, lost in self._curves.values())
+        low = 1e-9 * high
         for _ in range(16):
             price = (low * high) ** 0.5
-            costs = {layer: curve.costs[curve.best(price)] for layer, curve in self._curves.items()}
-            spent = sum(costs[layer] for layer in self.waiting) + unknown * sum(costs.values()) / len(costs)
+            chosen = np.take_along_axis(costs, (losses + price * costs).argmin(1)[:, None], 1)[:, 0]
+            spent = chosen[waiting].sum() + unknown * chosen.mean()
             low, high = (low, price) if spent <= left else (price, high)
         return high
 
@@ -127,39 +135,47 @@ def _bytes(codecs: Mapping[Side, Codec]) -> float:
 
 def _choices(codec: Any, loss: float) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Bits among which a side may choose, their bytes per token, and their losses if the codec's own is `loss`."""
-    own = codec.options.bits
-    near = [one for one in codec.bit_choices if abs(one - own) <= BITS_APART]
-    bits = [one for one in near if not one * codec.context.head_dim % 8]
+    own, dim = codec.options.bits, codec.context.head_dim
+    bits = [one for one in codec.bit_choices if abs(one - own) <= BITS_APART and not one * dim % 8]
+    if own < bits[0]:
+        bits = [own, *bits]
     options = [codec.options.model_copy(update={"bits": one}) for one in bits]
-    layouts = [codec.layout(one, codec.context.side, codec.context.head_dim) for one in options]
-    return bits, np.array([bytes_per_token(fields) for fields in layouts]), loss * 4.0 ** (own - np.array(bits))
+    costs = [bytes_per_token(codec.layout(one, codec.context.side, dim)) for one in options]
+    return bits, np.array(costs), loss * 4.0 ** (own - np.array(bits))
 
 
-def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Tensor) -> dict[Side, float]:
+def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Tensor) -> dict[Side, float] | None:
     """Measure what each side's codec, which has its statistics, loses in a layer's attention output.
 
     Args:
         codecs: the layer's codecs.
         prompt: the layer's tokens, with queries.
         values: values of all its tokens, `[B, H, T, D]`.
+
+    Returns:
+        The losses; None if no query comes after the dense windows.
     """
     k_codec, v_codec = codecs["keys"], codecs["values"]
     keys, first = prompt.keys, prompt.sinks.shape[2]
+    query, p, packed = attention(prompt)
+    if not query.shape[2]:
+        return None
     groups = keys.shape[2] // k_codec.group
     chosen = torch.linspace(0, groups - 1, min(groups, -(-SAMPLED_TOKENS // k_codec.group)), device=keys.device)
     chosen = chosen.round().long()
     tokens = (chosen[:, None] * k_codec.group + torch.arange(k_codec.group, device=keys.device)).flatten()
     rope = None if prompt.rope is None else (prompt.rope[0][:, chosen], prompt.rope[1][:, chosen])
-    query, p, packed = attention(prompt)
+    real = real_tokens(prompt)[:, None, first + tokens].float()
     values = values.float()
     output, p = p @ values, torch.where(packed, p, 0.0)[..., first:].square()
     size, lengths = output.square().sum(-1, keepdim=True), values[:, :, None, first:].square().sum(-1)
-    apart = lengths - 2 * (output @ values[:, :, first:].mT) + size  # squared distances of values from the output
+    distances = lengths - 2 * (output @ values[:, :, first:].mT) + size
     x, y = keys[:, :, tokens].float(), values[:, :, first + tokens]
-    missed = k_codec.decode(k_codec.encode(x, rope), rope) - x
-    of_keys = (query @ missed.mT).square().mean(-1) * (p * apart).sum(-1)
-    missed = v_codec.decode(v_codec.encode(y)) - y
-    share = missed.square().sum((2, 3)) / y.square().sum((2, 3)).clamp_min(1e-30)
-    of_values = share[..., None] * (p * lengths).sum(-1)
+    errors = k_codec.decode(k_codec.encode(x, rope), rope) - x
+    mean = ((query @ errors.mT).square() * real[:, :, None]).sum(-1) / real.sum(-1).clamp_min(1)[..., None]
+    key_losses = mean * (p * distances).sum(-1)
+    errors = v_codec.decode(v_codec.encode(y)) - y
+    share = (errors.square().sum(-1) * real).sum(-1) / (y.square().sum(-1) * real).sum(-1).clamp_min(1e-30)
+    value_losses = share[..., None] * (p * lengths).sum(-1)
     norm = size.sum().clamp_min(1e-30)
-    return {"keys": float(of_keys.sum() / norm), "values": float(of_values.sum() / norm)}
+    return {"keys": float(key_losses.sum() / norm), "values": float(value_losses.sum() / norm)}

@@ -13,12 +13,15 @@ from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 
 from .backend import Backend
-from .bit_budget import LEAST_TOKENS, BitBudget, output_losses
+from .bit_budget import BitBudget, output_losses
 from .checks import PackableChecks, same_prompt
 from .eras import Watch
 from .shared.rope_track import RopeTrack
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
 from .view import View
+
+LEAST_TOKENS = 256
+"""Fewest tokens on which bits are chosen, sinks left out."""
 
 
 @dataclass(eq=False)
@@ -56,7 +59,7 @@ class DynamicStorage:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self._least_tokens > 0)
-        """Also watches for the budget, until it is spent."""
+        """Keeps queries for the choice of bits, too."""
         if self.windows.capacity is not None:
             for state in self.sides.values():
                 state.store.make_static(self.windows.packed_capacity + self.windows.group)
@@ -139,7 +142,7 @@ class DynamicStorage:
         Raises:
             ValueError: a vector to be encoded holds NaN or infinity, or its norm is above 65504.
         """
-        self.settle_now()
+        self.stop_waiting()
         length = self.tokens
         self.checks.raise_for_known()
         sinks_before = [state.sinks for state in self.sides.values()]
@@ -202,46 +205,55 @@ class DynamicStorage:
         at = None
         if call is not None and in_step and watch.kept:
             call, at = watch.queries(call)
-        for state in self.sides.values():
-            if state.codec.may_need_queries:
+        first, awaits_bits = self.sides["keys"].sinks.shape[2], self._awaits_bits
+        for side, state in self.sides.items():
+            ready = awaits_bits and state.prepare(tails[side], first)
+            if not ready and state.codec.may_need_queries:
                 state.observe(call, self.windows.recent, at)
         self.due = None
-        settle = partial(self._settle, due, in_step)
-        if not self._awaits_bits:
-            settle({})
-        elif call is None:
-            assert self.budget is not None
-            self.budget.spend(self.checks.layer, {side: state.codec for side, state in self.sides.items()})
-            settle({})
+        if awaits_bits:
+            self._choose_bits(call, at, due, in_step)
         else:
-            self._offer(call, at, settle)
+            self._pack_due(due, in_step)
 
-    def _offer(self, call: AttentionCall, at: torch.Tensor | None, settle: Callable[[dict[Side, Codec]], None]) -> None:
-        """Measure what both sides lose, and let the budget choose their bits, now or later."""
+    def _choose_bits(self, call: AttentionCall | None, at: torch.Tensor | None, due: int, in_step: bool) -> None:
+        """Offer the budget what both sides lose; the due tokens are packed when it has chosen the bits."""
         assert self.budget is not None
         k_side, v_side = self.sides.values()
         codecs = {side: state.codec for side, state in self.sides.items()}
-        prompt = k_side.prompt(call, self.windows.recent, at)
-        values = torch.cat([v_side.sinks, v_side.tail.view()], 2)[: len(prompt.keys)]
-        with on_device(values), torch.no_grad():
-            losses = output_losses(codecs, prompt, values)
-        self.budget.offer(self.checks.layer, codecs, losses, settle, self.tokens)
+        losses = None
+        if call is not None:
+            prompt = k_side.prompt(call, self.windows.recent, at)
+            values = torch.cat([v_side.sinks, v_side.tail.view()], 2)[: len(prompt.keys)]
+            with on_device(values), torch.no_grad():
+                losses = output_losses(codecs, prompt, values)
+        if losses is None:
+            self.budget.spend(self.checks.layer, codecs)
+            self._pack_due(due, in_step, codecs)
+            return
+        held = self.tokens * len(k_side.sinks)
+        self.budget.offer(self.checks.layer, codecs, losses, partial(self._pack_due, due, in_step), held)
 
-    def _settle(self, due: int, in_step: bool, codecs: Mapping[Side, Codec]) -> None:
-        """Pack the `due` tokens, with these codecs if any."""
+    def use(self, codecs: Mapping[Side, Codec]) -> None:
+        """Use codecs with the bits that the budget has chosen, before anything is packed."""
         for side, codec in codecs.items():
             self.sides[side].recode(codec)
+        self.watch.measures = self._least_tokens > 0
+
+    def _pack_due(self, due: int, in_step: bool, codecs: Mapping[Side, Codec] | None = None) -> None:
+        """Pack the `due` tokens, or as many of them as are left; with new codecs if any."""
+        if codecs is not None:
+            self.use(codecs)
         tails = self._tails()
         due = min(due, self.windows.leaving(tails["keys"].shape[2]))
         if due:
             self._flush_tails(tails, due, growing=self.flushes_steps)
-        self.watch.measures = self._least_tokens > 0
         self.watch.measured(self.packed_tokens, in_step)
 
-    def settle_now(self) -> None:
-        """Choose the bits now if the layer waits for others to be measured."""
+    def stop_waiting(self) -> None:
+        """Choose the bits and pack now, if the layer waits for others to be measured."""
         if self.budget is not None and self.checks.layer in self.budget.waiting:
-            self.budget.settle(self.checks.layer)
+            self.budget.choose(self.checks.layer)
 
     def _tails(self) -> dict[Side, torch.Tensor]:
         return {side: state.tail.view() for side, state in self.sides.items()}
@@ -256,11 +268,10 @@ class DynamicStorage:
     def _must_wait(self, tails: Mapping[Side, torch.Tensor], first: int, leaving: int, renews: bool) -> bool:
         """True if `leaving` tokens cannot be packed yet: `close` packs them (`due`), or too few are there to measure.
 
-        renews: True if statistics that the keys have already are measured again.
+        renews: True if statistics that the keys have already are measured again; ignored until bits are chosen.
         """
         watch = self.watch
         if self._awaits_bits:
-            self._learn(tails, first)
             renews = True
         elif not (watch.measures and self.sides["keys"].prepared):
             renews = not self._learn(tails, first)
@@ -374,7 +385,6 @@ class DynamicStorage:
 
     def crop(self, left: int) -> None:
         """Keep the first `left` tokens; a packed group that the crop cuts is decoded into the tail."""
-        self.settle_now()
         keys = self.sides["keys"]
         rows = keys.padding.rows
         if rows is not None and left < rows.longest + self.windows.sinks:
@@ -393,6 +403,7 @@ class DynamicStorage:
         if self.due is not None:
             due = self.windows.leaving(keys.tail.tokens)
             self.due = min(self.due, due) if due else None
+        self.stop_waiting()
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""

@@ -164,12 +164,25 @@ def _costs(call: AttentionCall, prompt: Prompt, tokens: torch.Tensor) -> tuple[t
     return query, p * (1 - p)
 
 
+def real_tokens(prompt: Prompt) -> torch.Tensor:
+    """True for tokens of `sinks | keys` that are not padding: bool `[B or 1, T]`."""
+    count, sinks = prompt.sinks.shape[2] + prompt.keys.shape[2], prompt.sinks.shape[2]
+    if prompt.padding is None:
+        return torch.ones(1, count, dtype=torch.bool, device=prompt.keys.device)
+    return prompt.padding.exchange_(prompt.padding.real(count).to(prompt.keys.device), sinks)
+
+
 def attention(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Some scaled queries `[B, H, R, D]`, their attention `[B, H, R, T]`, and the packed tokens they see, `[R, T]`."""
+    """Some scaled queries `[B, H, R, D]`, their attention `[B, H, R, T]`, and which packed tokens they see.
+
+    The last is bool, `[R, T]`. Queries are those to which all rows have packed tokens to show.
+    """
     keys, call = torch.cat([prompt.sinks, prompt.keys], 2), prompt.queries
     assert call is not None
     batch, heads, count, _ = keys.shape
     query, first = call.query, prompt.sinks.shape[2] + prompt.recent
+    if prompt.padding is not None:
+        first += prompt.padding.longest
     at = prompt.at
     if at is None:
         at = torch.arange(count - query.shape[2], count, device=keys.device)
@@ -179,6 +192,8 @@ def attention(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         known = known[torch.linspace(0, len(known) - 1, most, device=keys.device).round().long()]
     at, query = at[known], query[:, :, known].float().unflatten(1, (heads, -1)).flatten(2, 3)
     query = call.scaling * query
-    limit, place = at.repeat(query.shape[2] // len(at))[:, None], torch.arange(count, device=keys.device)
-    p = (query @ keys.float().mT).masked_fill_(place > limit, -torch.inf).softmax(-1)
+    limit = at.repeat(query.shape[2] // max(1, len(at)))[:, None]
+    place = torch.arange(count, device=keys.device)
+    seen = real_tokens(prompt)[:, None, None] & (place <= limit)
+    p = (query @ keys.float().mT).masked_fill_(~seen, -torch.inf).softmax(-1)
     return query, p, (place <= limit - prompt.recent) & (place >= prompt.sinks.shape[2])

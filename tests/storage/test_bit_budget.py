@@ -10,6 +10,7 @@ import torch
 from kvcache_compress.codecs.base import SIDES, Codec, CodecContext, Prompt, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.config import SideConfig
 from kvcache_compress.storage.bit_budget import BITS_APART, BitBudget, output_losses
 
@@ -39,11 +40,11 @@ class Layers:
         self.bits: dict[int, list[float]] = {}
 
     def offer(self, layer: int, keys: float, values: float, tokens: int = 1000) -> None:
-        def settle(codecs: dict[Side, Codec]) -> None:
+        def take(codecs: dict[Side, Codec]) -> None:
             self.bits[layer] = [codecs[side].options.bits for side in SIDES]
 
         codecs: dict[Side, Codec] = {side: codec(side, layer) for side in SIDES}
-        self.budget.offer(layer, codecs, {"keys": keys, "values": values}, settle, tokens)
+        self.budget.offer(layer, codecs, {"keys": keys, "values": values}, take, tokens)
 
 
 def test_equal_losses_keep_the_bits() -> None:
@@ -85,7 +86,7 @@ def test_long_prompts_do_not_wait() -> None:
     layers.offer(0, 1e-3, 1e-3, tokens=101)
     layers.offer(1, 1e-3, 1e-3, tokens=100)
     assert layers.bits.keys() == {0}
-    layers.budget.settle(1)
+    layers.budget.choose(1)
     assert layers.bits.keys() == {0, 1}
     assert not layers.budget.waiting
 
@@ -98,6 +99,33 @@ def test_a_layer_that_keeps_its_bits_is_waited_for_no_longer() -> None:
     layers.budget.spend(LAYERS - 1, kept)
     assert sum(layers.budget.spent.values()) <= LAYERS * PLANNED
     assert min(layers.bits.values()) < [2, 2]
+
+
+def test_the_last_layer_ends_the_wait() -> None:
+    """A layer that offers nothing, because its window holds the prompt, keeps its share for later."""
+    layers = Layers()
+    for layer in range(1, LAYERS):
+        layers.offer(layer, 1e-3, 1e-3)
+    assert layers.bits.keys() == set(range(1, LAYERS))
+    assert sum(layers.budget.spent.values()) <= (LAYERS - 1) * PLANNED + 1e-6
+
+
+def test_bits_below_all_choices_can_be_kept() -> None:
+    keys = SideConfig.of({"method": "spectral", "bits": 0.5})
+    context = CodecContext("keys", DIM, 2, 0, 0, 0, torch.float32, torch.device("cpu"))
+    codecs: dict[Side, Codec] = {"keys": keys.codec()(keys.options(), context), "values": codec("values", bits=1)}
+    budget = BitBudget({0: size(*codecs.values()), 1: size(*codecs.values())})
+    for layer in range(2):
+        budget.offer(layer, codecs, {"keys": 1e-3, "values": 1e-3}, lambda chosen: None, 1000)
+    assert sum(budget.spent.values()) <= sum(budget.planned.values())
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e4])
+def test_any_scale_of_losses(scale: float) -> None:
+    layers = Layers()
+    for layer in range(LAYERS):
+        layers.offer(layer, scale * 16 ** (layer % 2), scale)
+    assert layers.bits[1][0] == layers.bits[0][0] + 2
 
 
 def test_forgotten_layers_have_spent_nothing() -> None:
@@ -122,6 +150,7 @@ def test_losses_are_those_of_the_output() -> None:
     call = AttentionCall.of(query, scaling=scaling)
     prompt = Prompt(keys[:, :, :sinks], keys[:, :, sinks:], recent, queries=call)
     found = output_losses(codecs, prompt, values)
+    assert found is not None
 
     def output(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = scaling * query @ k.mT
@@ -140,3 +169,26 @@ def test_losses_are_those_of_the_output() -> None:
         lossy = output(coded, values) if side == "keys" else output(keys, coded)
         loss = (lossy - exact)[:, :, first:].square().sum() / exact[:, :, first:].square().sum()
         assert found[side] == pytest.approx(loss.item(), rel=0.25)  # type: ignore[index]
+
+
+def test_padding_changes_no_loss() -> None:
+    """A left-padded row measures what it measures alone."""
+    tokens, padding, sinks, recent = 448, 192, 8, 32
+    generator = torch.Generator().manual_seed(0)
+    keys, values, query = (torch.randn(1, 2, tokens, DIM, generator=generator) for _ in range(3))
+    codecs: dict[Side, Codec] = {side: codec(side) for side in SIDES}
+
+    def losses(count: int) -> dict[Side, float]:
+        rows = LeftPadding(torch.tensor([count]), count)
+        k, v, q = (torch.cat([50 * torch.ones(1, 2, count, DIM), x], 2) for x in (keys, values, query))
+        rows.exchange_(k.mT, sinks)
+        rows.exchange_(v.mT, sinks)
+        call = AttentionCall.of(q, scaling=DIM**-0.5)
+        prompt = Prompt(k[:, :, :sinks], k[:, :, sinks:], recent, queries=call, padding=rows)
+        found = output_losses(codecs, prompt, v)
+        assert found is not None
+        return found
+
+    alone, padded = losses(0), losses(padding)
+    for side in SIDES:
+        assert padded[side] == pytest.approx(alone[side], rel=0.1)

@@ -156,7 +156,8 @@ class TurboQuantCodec(LinearCodec):
         )
         kept = {c.channel_set: self.basis[:, c.rows] for c in self.components if not c.sketch}
         self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
-        self._rotations = ()
+        if order is None:
+            self._rotations = ()
 
     def measure(
         self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
