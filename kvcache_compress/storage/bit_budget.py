@@ -23,6 +23,8 @@ MOST_HELD = 8192
 """Most tokens of a first prompt, over the rows of its batch, that stay dense until its last layer is measured."""
 SAMPLED_TOKENS = 256
 """Tokens of which errors are measured."""
+HALF_SURE = 256
+"""Tokens with which a measured loss counts as much as the mean of all layers, in its logarithm."""
 BITS_APART = 2
 """Largest difference between chosen bits and those of the config."""
 
@@ -34,14 +36,18 @@ class Offer(NamedTuple):
         codecs: its codecs with the config's bits.
         pairs: bits of keys and values among which it chooses.
         costs: bytes per token of each pair.
-        losses: loss of each pair.
+        factors: what the losses of keys and of values are multiplied by with each pair, `[2, pairs]`.
+        losses: losses of keys and of values with `codecs`.
+        sure: 0 to 1, how far the losses are to be trusted.
         take: called with the chosen codecs.
     """
 
     codecs: Mapping[Side, Codec]
     pairs: list[tuple[float, float]]
     costs: np.ndarray
+    factors: np.ndarray
     losses: np.ndarray
+    sure: float
     take: Callable[[dict[Side, Codec]], None]
 
 
@@ -57,14 +63,15 @@ class BitBudget:
         self.planned, self.most_held = dict(planned), most_held
         self.spent: dict[int, float] = {}
         """Bytes per token of the layers that have chosen."""
-        self.waiting: dict[int, Offer] = {}
-        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        """Costs and losses of the layers that were measured."""
+        self.waiting: set[int] = set()
+        """Layers that were measured and have not chosen."""
+        self._offers: dict[int, Offer] = {}
 
     def forget(self, layer: int) -> None:
         """Forget a layer's measurement and choice, since it is empty again."""
-        for known in (self.spent, self.waiting, self._curves):
-            known.pop(layer, None)
+        self.waiting.discard(layer)
+        self.spent.pop(layer, None)
+        self._offers.pop(layer, None)
 
     def spend(self, layer: int, codecs: Mapping[Side, Codec]) -> None:
         """Count the bytes of a layer that keeps its codecs."""
@@ -78,48 +85,57 @@ class BitBudget:
         losses: Mapping[Side, float],
         take: Callable[[dict[Side, Codec]], None],
         tokens: int,
+        rows: int = 1,
     ) -> None:
         """Take the losses of a layer's sides with these codecs; `take` is called with its new ones, now or later.
 
-        tokens: tokens that the layer keeps dense until then, over all rows.
+        They were measured on `tokens` tokens of each of `rows` rows, which the layer keeps dense until then.
         """
-        keys, values = (_choices(codecs[side], losses[side]) for side in SIDES)
-        pairs = [(key, value) for key in keys[0] for value in values[0]]
-        curve = np.add.outer(keys[1], values[1]).ravel(), np.add.outer(keys[2], values[2]).ravel()
-        self._curves[layer] = curve
-        self.waiting[layer] = Offer(codecs, pairs, *curve, take)
-        if tokens > self.most_held:
+        keys, values = (_choices(codecs[side]) for side in SIDES)
+        pairs = [(key, value) for key in keys for value in values]
+        costs = [keys[key][0] + values[value][0] for key, value in pairs]
+        factors = [[keys[key][1] for key, _ in pairs], [values[value][1] for _, value in pairs]]
+        own = np.maximum([losses[side] for side in SIDES], 1e-30)
+        sure = tokens / (tokens + HALF_SURE)
+        self._offers[layer] = Offer(codecs, pairs, np.array(costs), np.array(factors), own, sure, take)
+        self.waiting.add(layer)
+        if tokens * rows > self.most_held:
             self.choose(layer)
         self._choose_if_last(layer)
 
     def choose(self, layer: int) -> None:
         """Choose the bits of a waiting layer."""
-        offer, others = self.waiting[layer], self.planned.keys() - self.spent.keys() - {layer}
+        offer, others = self._offers[layer], self.planned.keys() - self.spent.keys() - {layer}
         left = sum(self.planned.values()) - sum(self.spent.values())
-        least = sum(self._curves.get(one, (offer.costs,))[0].min() for one in others)
+        least = sum(self._offers.get(one, offer).costs.min() for one in others)
         price = self._price(left) if others else 0.0
-        fitting = np.where(offer.costs <= left - least, offer.losses + price * offer.costs, np.inf)
+        fitting = np.where(offer.costs <= left - least, self._losses(offer) + price * offer.costs, np.inf)
         bits = offer.pairs[int(fitting.argmin())]
         chosen = {side: offer.codecs[side].with_bits(one) for side, one in zip(SIDES, bits, strict=True)}
-        del self.waiting[layer]
+        self.waiting.remove(layer)
         self.spent[layer] = _bytes(chosen)
         offer.take(chosen)
 
     def _choose_if_last(self, layer: int) -> None:
         """Let all waiting layers choose if this is the last one, or the last that was awaited."""
-        if layer == max(self.planned) or self.planned.keys() <= self.spent.keys() | self.waiting.keys():
-            for one in list(self.waiting):
+        if layer == max(self.planned) or self.planned.keys() <= self.spent.keys() | self.waiting:
+            for one in sorted(self.waiting):
                 self.choose(one)
+
+    def _losses(self, offer: Offer) -> np.ndarray:
+        """Loss of each pair, pulled toward the mean of all layers and sides as far as few tokens were measured."""
+        mean = np.exp(np.mean([np.log(one.losses) for one in self._offers.values()]))
+        return (mean * (offer.losses / mean) ** offer.sure) @ offer.factors
 
     def _price(self, left: float) -> float:
         """Loss per byte at which the layers that have not chosen would spend `left` bytes."""
-        shape = len(self._curves), max(len(costs) for costs, _ in self._curves.values())
+        shape = len(self._offers), max(len(offer.pairs) for offer in self._offers.values())
         costs, losses = np.zeros(shape), np.full(shape, np.inf)
-        for row, curve in enumerate(self._curves.values()):
-            costs[row, : len(curve[0])], losses[row, : len(curve[1])] = curve
-        waiting = np.array([layer in self.waiting for layer in self._curves])
-        unknown = len(self.planned.keys() - self.spent.keys() - self.waiting.keys())
-        high = max(float(lost.max()) for _, lost in self._curves.values())
+        for row, offer in enumerate(self._offers.values()):
+            costs[row, : len(offer.pairs)], losses[row, : len(offer.pairs)] = offer.costs, self._losses(offer)
+        waiting = np.array([layer in self.waiting for layer in self._offers])
+        unknown = len(self.planned.keys() - self.spent.keys() - self.waiting)
+        high = float(losses[np.isfinite(losses)].max())
         low = 1e-9 * high
         for _ in range(16):
             price = (low * high) ** 0.5
@@ -133,15 +149,12 @@ def _bytes(codecs: Mapping[Side, Codec]) -> float:
     return sum(bytes_per_token(codec.fields) for codec in codecs.values())
 
 
-def _choices(codec: Any, loss: float) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """Bits among which a side may choose, their bytes per token, and their losses if the codec's own is `loss`."""
-    own, dim = codec.options.bits, codec.context.head_dim
+def _choices(codec: Any) -> dict[float, tuple[float, float]]:
+    """Bytes per token, and what the loss is multiplied by, for each number of bits that a side may have."""
+    own, side, dim = codec.options.bits, codec.context.side, codec.context.head_dim
     bits = [one for one in codec.bit_choices if abs(one - own) <= BITS_APART and not one * dim % 8]
-    if own < bits[0]:
-        bits = [own, *bits]
-    options = [codec.options.model_copy(update={"bits": one}) for one in bits]
-    costs = [bytes_per_token(codec.layout(one, codec.context.side, dim)) for one in options]
-    return bits, np.array(costs), loss * 4.0 ** (own - np.array(bits))
+    options = {one: codec.options.model_copy(update={"bits": one}) for one in ([own, *bits] if own < bits[0] else bits)}
+    return {one: (bytes_per_token(codec.layout(of, side, dim)), 4.0 ** (own - one)) for one, of in options.items()}
 
 
 def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Tensor) -> dict[Side, float] | None:

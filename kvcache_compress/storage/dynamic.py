@@ -231,8 +231,8 @@ class DynamicStorage:
             self.budget.spend(self.checks.layer, codecs)
             self._pack_due(due, in_step, codecs)
             return
-        held = self.tokens * len(k_side.sinks)
-        self.budget.offer(self.checks.layer, codecs, losses, partial(self._pack_due, due, in_step), held)
+        take, tokens = partial(self._pack_due, due, in_step), k_side.tail.tokens - self.windows.recent
+        self.budget.offer(self.checks.layer, codecs, losses, take, tokens, len(k_side.sinks))
 
     def use(self, codecs: Mapping[Side, Codec]) -> None:
         """Use codecs with the bits that the budget has chosen, before anything is packed."""

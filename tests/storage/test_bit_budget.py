@@ -128,6 +128,16 @@ def test_any_scale_of_losses(scale: float) -> None:
     assert layers.bits[1][0] == layers.bits[0][0] + 2
 
 
+def test_few_tokens_keep_the_bits_nearly_equal() -> None:
+    spread = []
+    for tokens in (32, 256, 4096):
+        layers = Layers()
+        for layer in range(LAYERS):
+            layers.offer(layer, 1e-3 * 64 ** (layer % 2), 1e-3, tokens)
+        spread.append(layers.bits[1][0] - layers.bits[0][0])
+    assert spread == [0, 2, 3]  # 64 times the loss is three bits
+
+
 def test_forgotten_layers_have_spent_nothing() -> None:
     layers = Layers()
     for layer in range(LAYERS):
