@@ -37,7 +37,8 @@ LADDER = {
     "turboquant-4bit": "speed on a GPU",
     "best-4bit": "no visible loss",
     "best-3bit": "the best trade-off",
-    "best-2bit": "half the size of `best-4bit`, without calibration",
+    "best-2bit": "half the size of `best-4bit`",
+    "best-1.5bit": "the smallest without calibration",
     "tuned-1.4": "the smallest, tuned for the model",
 }
 """Caches of the README's first table, and what each is good for."""
@@ -70,9 +71,12 @@ def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
     return MISSING if cell is None else "failed" if cell.error is not None else text(cell.scores)
 
 
+def mean_kl(scores: dict[str, float]) -> str:
+    return f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
+
+
 def losses_of(cell: Cell | None) -> list[str]:
-    mean = figure(cell, lambda scores: f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}")
-    return [mean, figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
+    return [figure(cell, mean_kl), figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
 
 
 def llama_sizes(context: str) -> dict[str, float]:
@@ -117,9 +121,8 @@ def perplexity(table: Table) -> str:
     lines = []
     for name, cell in cells.items():
         scores = cell.scores
-        kl = f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
         bits = bits_text(cell.packed_bits), bits_text(cell.all_bits)
-        lines.append([name, *bits, f"{scores['perplexity']:.2f}", kl, f"{scores['top1']:.3f}"])
+        lines.append([name, *bits, f"{scores['perplexity']:.2f}", mean_kl(scores), f"{scores['top1']:.3f}"])
     cell = cells["full"]
     options = cell.benchmark["options"]
     heads = ["cache", "bits, packed part", "bits, whole cache", "perplexity", "KL", "same top-1"]
@@ -172,6 +175,28 @@ def lengths(budgets: Table) -> str:
         f"{markdown_table(heads, lines)}\n\n{budgets.model}; {', '.join(windows)}, of {len(options['texts'])} texts "
         f"alike; from {source('budgets')}."
     )
+
+
+def turns(table: Table) -> str:
+    """Table of losses after histories of several parts; the mean is over the cases of the benchmark `turns`."""
+
+    def loss(case: str) -> Callable[[dict[str, float]], str]:
+        return lambda scores: f"{scores[f'kl.{case}']:.4f}"
+
+    full = table.rows[0].cells
+    names = [name for name in ("turns", "steps") if name in full]
+    cases = [(name, case) for name in names for case in full[name].benchmark["options"]["cases"]]
+    lines = [
+        [
+            row.cache,
+            bits_text(row.cells["turns"].all_bits),
+            figure(row.cells["turns"], mean_kl),
+            *(figure(row.cells.get(name), loss(case)) for name, case in cases),
+        ]
+        for row in table.rows[1:]
+    ]
+    heads = ["cache", "bits, whole cache", "KL", *(case for _, case in cases)]
+    return f"{markdown_table(heads, lines)}\n\n{table.model}; from {source('turns')}."
 
 
 def losses(budgets: Table) -> dict[str, dict[str, float]]:
@@ -259,12 +284,13 @@ def render(page: str, texts: dict[str, str]) -> str:
 
 def pages() -> dict[Path, str]:
     """The pages by path, as the committed results have them."""
-    table, budgets, answers = map(table_of, ("smollm2", "budgets", "tasks"))
+    table, budgets, answers, parts = map(table_of, ("smollm2", "budgets", "tasks", "turns"))
     cpu = json.loads((RESULTS / "cpu.json").read_text("utf-8"))
     texts = {
         "README.md": {"headline": headline(budgets), "ladder": ladder(budgets), "cpu": cpu_sentence(cpu)},
         "docs/results.md": {
             "lengths": lengths(budgets),
+            "turns": turns(parts),
             "perplexity": perplexity(table),
             "keys": keys(answers),
         },
