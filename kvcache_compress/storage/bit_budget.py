@@ -17,7 +17,7 @@ import torch
 from kvcache_compress.codecs.base import SIDES, Codec, Prompt, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 
-from .eras import attention, real_tokens
+from .eras import attention, real_tokens, sampled_groups
 
 MOST_HELD = 8192
 """Most tokens of a first prompt, over the rows of its batch, that stay dense until its last layer is measured."""
@@ -108,8 +108,9 @@ class BitBudget:
         offer, others = self._offers[layer], self.planned.keys() - self.spent.keys() - {layer}
         left = sum(self.planned.values()) - sum(self.spent.values())
         least = sum(self._offers.get(one, offer).costs.min() for one in others)
-        price = self._price(left) if others else 0.0
-        fitting = np.where(offer.costs <= left - least, self._losses(offer) + price * offer.costs, np.inf)
+        mean = np.exp(np.mean([np.log(one.losses) for one in self._offers.values()]))
+        price = self._price(left, mean) if others else 0.0
+        fitting = np.where(offer.costs <= left - least, _losses(offer, mean) + price * offer.costs, np.inf)
         bits = offer.pairs[int(fitting.argmin())]
         chosen = {side: offer.codecs[side].with_bits(one) for side, one in zip(SIDES, bits, strict=True)}
         self.waiting.remove(layer)
@@ -122,17 +123,12 @@ class BitBudget:
             for one in sorted(self.waiting):
                 self.choose(one)
 
-    def _losses(self, offer: Offer) -> np.ndarray:
-        """Loss of each pair, pulled toward the mean of all layers and sides as far as few tokens were measured."""
-        mean = np.exp(np.mean([np.log(one.losses) for one in self._offers.values()]))
-        return (mean * (offer.losses / mean) ** offer.sure) @ offer.factors
-
-    def _price(self, left: float) -> float:
-        """Loss per byte at which the layers that have not chosen would spend `left` bytes."""
+    def _price(self, left: float, mean: float) -> float:
+        """Loss per byte at which the layers that have not chosen would spend `left` bytes; `mean` as in `_losses`."""
         shape = len(self._offers), max(len(offer.pairs) for offer in self._offers.values())
         costs, losses = np.zeros(shape), np.full(shape, np.inf)
         for row, offer in enumerate(self._offers.values()):
-            costs[row, : len(offer.pairs)], losses[row, : len(offer.pairs)] = offer.costs, self._losses(offer)
+            costs[row, : len(offer.pairs)], losses[row, : len(offer.pairs)] = offer.costs, _losses(offer, mean)
         waiting = np.array([layer in self.waiting for layer in self._offers])
         unknown = len(self.planned.keys() - self.spent.keys() - self.waiting)
         high = float(losses[np.isfinite(losses)].max())
@@ -143,6 +139,12 @@ class BitBudget:
             spent = chosen[waiting].sum() + unknown * chosen.mean()
             low, high = (low, price) if spent <= left else (price, high)
         return high
+
+
+def _losses(offer: Offer, mean: float) -> np.ndarray:
+    """Loss of each pair; the fewer tokens were measured, the nearer to `mean`, that of all layers and sides."""
+    pulled: np.ndarray = mean * (offer.losses / mean) ** offer.sure
+    return pulled @ offer.factors
 
 
 def _bytes(codecs: Mapping[Side, Codec]) -> float:
@@ -173,11 +175,7 @@ def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Te
     query, p, packed = attention(prompt)
     if not query.shape[2]:
         return None
-    groups = keys.shape[2] // k_codec.group
-    chosen = torch.linspace(0, groups - 1, min(groups, -(-SAMPLED_TOKENS // k_codec.group)), device=keys.device)
-    chosen = chosen.round().long()
-    tokens = (chosen[:, None] * k_codec.group + torch.arange(k_codec.group, device=keys.device)).flatten()
-    rope = None if prompt.rope is None else (prompt.rope[0][:, chosen], prompt.rope[1][:, chosen])
+    tokens, rope = sampled_groups(prompt, k_codec.group, 0, -(-SAMPLED_TOKENS // k_codec.group))
     real = real_tokens(prompt)[:, None, first + tokens].float()
     values = values.float()
     output, p = p @ values, torch.where(packed, p, 0.0)[..., first:].square()

@@ -59,7 +59,7 @@ class DynamicStorage:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self._least_tokens > 0)
-        """Keeps queries for the choice of bits, too."""
+        """Also keeps queries for the choice of bits."""
         if self.windows.capacity is not None:
             for state in self.sides.values():
                 state.store.make_static(self.windows.packed_capacity + self.windows.group)

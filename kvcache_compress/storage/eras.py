@@ -11,6 +11,7 @@ import torch
 
 from kvcache_compress.codecs.base import Codec, Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.modeling.rope import Rope
 
 FIRST_WAIT, LONGEST_WAIT = 256, 2048
 """Packed tokens after which a step measures statistics again; each wait is twice as long as the one before."""
@@ -145,16 +146,22 @@ def _first(prompt: Prompt, tokens: int, group: int) -> Prompt:
 
 def _losses(codecs: Sequence[Codec], prompt: Prompt, start: int) -> list[float]:
     """Squared score errors, times p (1 - p), of a sample of groups from token `start` on under each codec."""
-    group, keys, sinks = codecs[0].group, prompt.keys, prompt.sinks.shape[2]
-    first, last = start // group, keys.shape[2] // group - 1
-    chosen = torch.linspace(first, last, min(last + 1 - first, TESTED_GROUPS), device=keys.device).round().long()
-    tokens = (chosen[:, None] * group + torch.arange(group, device=keys.device)).flatten()
-    rope = None if prompt.rope is None else (prompt.rope[0][:, chosen], prompt.rope[1][:, chosen])
-    x = keys[:, :, tokens]
+    group, sinks = codecs[0].group, prompt.sinks.shape[2]
+    tokens, rope = sampled_groups(prompt, group, start // group, TESTED_GROUPS)
+    x = prompt.keys[:, :, tokens]
     errors = [codec.decode(codec.encode(x, rope), rope) - x.float() for codec in codecs]
     assert prompt.queries is not None
     query, cost = _costs(prompt.queries, prompt, sinks + tokens)
     return [float((cost * (query @ error.mT).square()).sum()) for error in errors]
+
+
+def sampled_groups(prompt: Prompt, group: int, first: int, most: int) -> tuple[torch.Tensor, Rope | None]:
+    """Keys of up to `most` whole groups, evenly spaced from group `first` on: int64 `[n]`, and the groups' RoPE."""
+    keys = prompt.keys
+    last = keys.shape[2] // group - 1
+    chosen = torch.linspace(first, last, min(last + 1 - first, most), device=keys.device).round().long()
+    tokens = (chosen[:, None] * group + torch.arange(group, device=keys.device)).flatten()
+    return tokens, None if prompt.rope is None else (prompt.rope[0][:, chosen], prompt.rope[1][:, chosen])
 
 
 def _costs(call: AttentionCall, prompt: Prompt, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,7 +166,7 @@ def test_another_batch_after_a_crop_to_nothing(model: Any) -> None:
 
 @each
 def test_without_queries(model: Any, method: str) -> None:
-    """Where queries are not seen, all layers keep the config's bits."""
+    """All layers keep the config's bits if their queries are not seen."""
     disable_fused_attention(model)
     try:
         cache = cache_of(model, method)

@@ -1,4 +1,4 @@
-"""Which bits a budget gives to layers and sides, and the losses that it is given."""
+"""`BitBudget`: the bits of layers and sides from their losses; and the losses of a layer's attention output."""
 
 from __future__ import annotations
 
