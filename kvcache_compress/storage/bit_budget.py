@@ -179,14 +179,17 @@ def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Te
     real = real_tokens(prompt)[:, None, first + tokens].float()
     values = values.float()
     output, p = p @ values, torch.where(packed, p, 0.0)[..., first:].square()
-    size, lengths = output.square().sum(-1, keepdim=True), values[:, :, None, first:].square().sum(-1)
-    distances = lengths - 2 * (output @ values[:, :, first:].mT) + size
+    packed_values = values[:, :, first:]
+    # Sums over tokens of p² |v|² and of p² |v - output|².
+    lengths = (p @ packed_values.square().sum(-1, keepdim=True))[..., 0]
+    size = output.square().sum(-1)
+    distances = lengths - 2 * (output * (p @ packed_values)).sum(-1) + size * p.sum(-1)
     x, y = keys[:, :, tokens].float(), values[:, :, first + tokens]
     errors = k_codec.decode(k_codec.encode(x, rope), rope) - x
     mean = ((query @ errors.mT).square() * real[:, :, None]).sum(-1) / real.sum(-1).clamp_min(1)[..., None]
-    key_losses = mean * (p * distances).sum(-1)
+    key_losses = mean * distances
     errors = v_codec.decode(v_codec.encode(y)) - y
     share = (errors.square().sum(-1) * real).sum(-1) / (y.square().sum(-1) * real).sum(-1).clamp_min(1e-30)
-    value_losses = share[..., None] * (p * lengths).sum(-1)
+    value_losses = share[..., None] * lengths
     norm = size.sum().clamp_min(1e-30)
     return {"keys": float(key_losses.sum() / norm), "values": float(value_losses.sum() / norm)}
