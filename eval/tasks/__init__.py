@@ -1,10 +1,9 @@
 """Benchmarks: samples, and a score per sample and cache. Importing this registers them."""
 
-from .gsm8k import Gsm8k
 from .longbench.benchmark import LongBench
 from .needle import Needle
 from .perplexity import Perplexity
 from .ruler import Ruler
 from .turns import Turns
 
-BENCHMARKS = (Perplexity, Turns, LongBench, Needle, Ruler, Gsm8k)
+BENCHMARKS = (Perplexity, Turns, LongBench, Needle, Ruler)

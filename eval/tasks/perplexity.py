@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.validation import AnyPath, AnyTuple
 
 from .benchmark import Record, Sample, register_benchmark
@@ -74,16 +74,22 @@ class Perplexity(ForcedBenchmark):
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         continuation = torch.tensor(sample.data["continuation"])
-        reference = run.prefill.full_logits(continuation, self.step)
-        nll, kl, same = compare_tokens(reference, run.forced(continuation, self.step), continuation)
-        means = {"nll": nll.mean().item(), "kl": kl.mean().item(), "top1": same.double().mean().item()}
-        return {"domain": sample.data["domain"], **means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
+        return {"domain": sample.data["domain"], **score_window(run, continuation, self.step)}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        return scores_by("domain", records, _scores)
+        return scores_by("domain", records, window_scores)
 
 
-def _scores(records: Sequence[Record]) -> dict[str, float]:
+def score_window(run: CacheRun, continuation: torch.Tensor, step: int = STEP_TOKENS) -> Record:
+    """Force a continuation `[S]` through the cache, and compare its logits with the full cache's."""
+    reference = run.prefill.full_logits(continuation, step)
+    nll, kl, same = compare_tokens(reference, run.forced(continuation, step), continuation)
+    means = {"nll": nll.mean().item(), "kl": kl.mean().item(), "top1": same.double().mean().item()}
+    return {**means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
+
+
+def window_scores(records: Sequence[Record]) -> dict[str, float]:
+    """The scores of `Perplexity` from the records of some windows."""
     mean = {name: statistics.fmean(record[name] for record in records) for name in ("nll", "kl", "top1")}
     tokens = torch.tensor([kl for record in records for kl in record["kl_tokens"]], dtype=torch.float64)
     scores = {"kl": mean["kl"], "perplexity": math.exp(mean["nll"]), "top1": mean["top1"]}

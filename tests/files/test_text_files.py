@@ -166,7 +166,6 @@ def test_options_of_benchmarks_are_of_their_types() -> None:
         "perplexity": {"windows": True, "prefix": "1024", "texts": "x", "step": 1.0},
         "needle": {"lengths": [True], "depths": ["0"], "digits": False, "chat_template": 1, "cached_question": "yes"},
         "longbench": {"tasks": [3], "max_prompt_tokens": True, "cached_question": 0},
-        "gsm8k": {"shots": False, "data": 3, "cached_question": "no"},
         "ruler": {"max_new_tokens": True, "chat_template": "true"},
     }.items():
         for name, value in options.items():

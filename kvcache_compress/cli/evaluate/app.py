@@ -14,7 +14,6 @@ from ..console import errors_as_lines
 from .benchmarks import benchmark_command
 from .compare import compare
 from .fetch import fetch
-from .probe import probe
 from .report import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks and studies of compressed caches.")
@@ -30,5 +29,5 @@ def _add_command(name: str, run: Callable[..., None]) -> None:
 
 for _benchmark in BENCHMARKS:
     _add_command(_benchmark.kind, benchmark_command(_benchmark))
-for _run in (probe, fetch, compare, report):
+for _run in (fetch, compare, report):
     _add_command(_run.__name__, _run)
