@@ -107,9 +107,7 @@ FILES = {
         ("x.yaml", Comparison.read),
         ("x.yaml", lambda path: read_templates(path, [TASKS["qasper"]])),
         ("x.json", lambda path: read_templates(path, [TASKS["qasper"]])),
-        ("x.txt", lambda path: read_templates(path, [TASKS["qasper"]])),
-        ("x.jsonl", lambda path: read_jsonl(path, ())),
-        ("qasper.json", lambda path: load_rows(str(path), "v1", ["qasper"])),
+        ("qasper.jsonl", lambda path: load_rows(str(path), "v1", ["qasper"])),
         ("x.txt", read_texts),
         ("x.txt", lambda path: haystack_words(path.parent, 5, 0)),
     ],
@@ -158,7 +156,6 @@ def test_json(case: str, tmp_path: Path) -> None:
     refused(lambda: parse_json(text, "x.json"), "x.json: ", message)
     refused(lambda: read_jsonl(path, ()), "x.json, line 1", message)
     refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", message)
-    refused(lambda: load_rows(str(path), "v1", ["qasper"]), "x.json", message)
 
 
 def test_options_of_benchmarks_are_of_their_types() -> None:

@@ -107,7 +107,7 @@ def test_evaluations(kind: str, folder: Path) -> None:
         for value in values:
             refused("eval", kind, *needed, "--model", NOWHERE, option.opts[0], value)
             found += 1
-    assert found > (6 if kind == "fetch" else 30)
+    assert found > 30
 
 
 CONFIGS: dict[str, Any] = {

@@ -10,7 +10,6 @@ import typer
 from kvcache_compress.eval.reporting.report import write_report
 from kvcache_compress.eval.runner import comparison as comparisons
 from kvcache_compress.eval.runner.comparison import Comparison
-from kvcache_compress.eval.runner.fetch import remedy
 from kvcache_compress.eval.runner.processes import LaunchedProcesses
 from kvcache_compress.eval.runner.progress import ProgressLine
 
@@ -53,8 +52,6 @@ def compare(
 
 
 def _tell_missing(paths: list[Path]) -> str:
-    """One line about missing files, with the command that makes them if there is one."""
+    """One line about missing files."""
     paths = list(dict.fromkeys(paths))
-    shown = ", ".join(map(str, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
-    command = remedy(paths)
-    return f"missing {shown}" + (f"; run `{command}`" if command else "")
+    return f"missing {', '.join(map(str, paths[:2]))}" + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")

@@ -158,8 +158,7 @@ def test_missing_data_are_told_in_one_line_before_anything_runs(
     ran = CliRunner().invoke(app, ["compare", write(tmp_path / "c.yaml", content)])
     assert ran.exit_code == 1
     assert ran.stderr.splitlines() == [
-        f"error: {tmp_path / 'c.yaml'}: missing data/wikitext-2/valid.txt, texts/compare/news.txt and 1 more; "
-        "run `kvcache-compress eval fetch`"
+        f"error: {tmp_path / 'c.yaml'}: missing data/wikitext-2/valid.txt, texts/compare/news.txt and 1 more"
     ]
     assert not (tmp_path / "out.jsonl").exists()
 

@@ -159,5 +159,3 @@ def test_summaries_by_hand() -> None:
     assert scores["average"] == pytest.approx(70)
     assert (scores["average.0-4k"], scores["average.8k+"]) == pytest.approx((75, 30))
     assert (scores["code.lcc"], scores["code.lcc.0-4k"], scores["code.lcc.8k+"]) == pytest.approx((40, 50, 30))
-    records = [record("longbench-v2", hit, *labels) for hit, labels in ((1, ("easy", "long")), (0, ("hard", "long")))]
-    assert LongBench(version="v2").summarize(records) == {"average": 50, "easy": 100, "hard": 0, "long": 50}

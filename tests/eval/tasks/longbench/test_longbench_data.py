@@ -10,7 +10,7 @@ import datasets
 import pytest
 from support.models.fake_hub import FakeHub
 
-from kvcache_compress.eval.tasks.longbench.data import TASKS, V2, load_rows, resolve_tasks
+from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows, resolve_tasks
 from kvcache_compress.eval.tasks.longbench.prompts import Template, encode_prompt, read_templates
 
 ORIGINAL = {
@@ -23,14 +23,6 @@ ORIGINAL = {
     "all_classes": None,
     "_id": "0a",
 }
-CHOICE = {
-    "context": " A house. ",
-    "question": "Which colour?",
-    **{f"choice_{letter}": f"colour {letter}" for letter in "ABCD"},
-    "answer": "C",
-    "difficulty": "hard",
-    "length": "short",
-}
 
 
 def write(path: Path, *rows: Mapping[str, Any]) -> str:
@@ -41,15 +33,12 @@ def write(path: Path, *rows: Mapping[str, Any]) -> str:
 def test_tasks() -> None:
     assert len(resolve_tasks((), "v1")) == 21
     assert len(resolve_tasks((), "e")) == 13
-    assert resolve_tasks((), "v2") == [V2]
     assert [task.name for task in resolve_tasks(("code", "trec"), "v1")] == ["trec", "lcc", "repobench-p"]
     assert len(resolve_tasks(("zh",), "v1")) == 5
     plain = [task.name for task in TASKS.values() if not task.chat]
     assert plain == ["trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"]
     with pytest.raises(ValueError, match=r"'musique' in version e must be one of qasper"):
         resolve_tasks(("musique",), "e")
-    with pytest.raises(ValueError, match="has no effect with version v2"):
-        resolve_tasks(("qasper",), "v2")
 
 
 def test_original_layout(tmp_path: Path) -> None:
@@ -57,8 +46,8 @@ def test_original_layout(tmp_path: Path) -> None:
     write(tmp_path / "trec.jsonl", {**ORIGINAL, "all_classes": ["red", "blue"]})
     rows = load_rows(str(tmp_path), "v1")
     assert [(row.task.name, row.number) for row in rows] == [("qasper", 0), ("qasper", 1), ("trec", 0)]
-    assert rows[0].fields == {"context": "The {house} is red.", "input": "Which colour?"}
-    assert (rows[0].answers, rows[0].classes, rows[0].labels) == (("red", "dark red"), (), ())
+    assert (rows[0].context, rows[0].input) == ("The {house} is red.", "Which colour?")
+    assert (rows[0].answers, rows[0].classes, rows[0].band) == (("red", "dark red"), (), None)
     assert rows[2].classes == ("red", "blue")
     assert [row.task.name for row in load_rows(str(tmp_path), "v1", ["few_shot"])] == ["trec"]
 
@@ -66,8 +55,8 @@ def test_original_layout(tmp_path: Path) -> None:
 def test_bands_of_longbench_e(tmp_path: Path) -> None:
     rows = [{**ORIGINAL, "length": length} for length in (3999, 4000, 7999, 8000)]
     write(tmp_path / "qasper_e.jsonl", *rows)
-    bands = [row.labels for row in load_rows(str(tmp_path), "e", ["qasper"])]
-    assert bands == [("0-4k",), ("4-8k",), ("4-8k",), ("8k+",)]
+    bands = [row.band for row in load_rows(str(tmp_path), "e", ["qasper"])]
+    assert bands == ["0-4k", "4-8k", "4-8k", "8k+"]
 
 
 def test_one_file(tmp_path: Path) -> None:
@@ -80,13 +69,6 @@ def test_one_file(tmp_path: Path) -> None:
         load_rows(other, "v1")
 
 
-def test_multiple_choice(tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_text(json.dumps([CHOICE]))
-    (row,) = load_rows(str(tmp_path), "v2")
-    assert (row.task, row.answers, row.labels) == (V2, ("C",), ("hard", "short"))
-    assert (row.fields["context"], row.fields["D"]) == ("A house.", "colour D")
-
-
 def test_bad_files(tmp_path: Path) -> None:
     file = tmp_path / "qasper.jsonl"
     with pytest.raises(ValueError, match="no such file or folder"):
@@ -96,26 +78,15 @@ def test_bad_files(tmp_path: Path) -> None:
     write(file, ORIGINAL)
     with pytest.raises(ValueError, match=r"no file musique\.jsonl"):
         load_rows(str(tmp_path), "v1", ["qasper", "musique"])
-    (tmp_path / "data.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"data.json: must be a list of JSON objects"):
-        load_rows(str(tmp_path), "v2")
     write(file, {**ORIGINAL, "answers": []})
     with pytest.raises(ValueError, match=r"row 0: answers=\[\] must be a text or a list of texts"):
         load_rows(str(file), "v1")
 
 
-@pytest.mark.parametrize(
-    ("raw", "version", "missing"),
-    [
-        ({key: text for key, text in ORIGINAL.items() if key != "length"}, "e", "length"),
-        (CHOICE, "v1", "answers, input"),
-        (ORIGINAL, "v2", "answer, difficulty, question, choice_A, choice_B, choice_C, choice_D"),
-    ],
-)
-def test_missing_columns_are_named(tmp_path: Path, raw: dict[str, Any], version: Any, missing: str) -> None:
-    path = write(tmp_path / ("qasper_e.jsonl" if version == "e" else "qasper.jsonl"), raw)
-    with pytest.raises(ValueError, match=f"row 0: no column {missing}; it has"):
-        load_rows(path, version)
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "qasper_e.jsonl", {"context": "a", "answers": ["b"], "_id": 0})
+    with pytest.raises(ValueError, match="row 0: no column input, length; it has context, answers, _id"):
+        load_rows(path, "e")
 
 
 def test_dataset_of_the_hub(hub: FakeHub) -> None:
@@ -143,23 +114,19 @@ def test_hub_out_of_reach(hub: FakeHub) -> None:
 
 
 def test_templates() -> None:
-    template = Template.parse("Read: {context}\nAsk: {input}", ["context", "input"], "here")
-    fields = {"context": "a {input} {0} b", "input": "why {context}?"}
-    assert template.fill(fields) == ("Read: a {input} {0} b", "\nAsk: why {context}?")
-    published = Template.parse("$DOC$ $Q$ (A) $C_A$", ["context", "input", *"ABCD"], "here")
-    assert published.fill({"context": "x", "input": "y", "A": "z"}) == ("x", " y (A) z")
+    template = Template.parse("Read: {context}\nAsk: {input}", "here")
+    assert template.fill("a {input} {0} b", "why {context}?") == ("Read: a {input} {0} b", "\nAsk: why {context}?")
     with pytest.raises(ValueError, match=r"here: placeholder \{question\} must be one of \{context\}, \{input\}"):
-        Template.parse("{context} {question}", ["context", "input"], "here")
+        Template.parse("{context} {question}", "here")
     for text in ("no place", "{context} {context}"):
         with pytest.raises(ValueError, match=r"needs exactly one placeholder \{context\}"):
-            Template.parse(text, ["context", "input"], "here")
+            Template.parse(text, "here")
 
 
 def test_our_own_prompts_cover_all_tasks() -> None:
-    templates = read_templates(None, [*TASKS.values(), V2])
+    templates = read_templates(None, list(TASKS.values()))
     silent = {task.name for task in TASKS.values() if "{input}" not in templates[task].after}
     assert silent == {"gov_report", "multi_news", "vcsum", "passage_count", "lcc"}
-    assert all(f"{{{letter}}}" in templates[V2].after for letter in "ABCD")
 
 
 def test_prompt_files(tmp_path: Path) -> None:
@@ -169,8 +136,6 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert read_templates(path, [qasper]) == {qasper: Template("{context}", ": {input}")}
     with pytest.raises(ValueError, match="no template for trec"):
         read_templates(path, [qasper, TASKS["trec"]])
-    (tmp_path / "0shot.txt").write_text("$DOC$\n$Q$")
-    assert read_templates(tmp_path / "0shot.txt", [V2])[V2].after == "\n{input}"
     path.write_text("[1]")
     with pytest.raises(ValueError, match="must be a mapping of task names to templates"):
         read_templates(path, [qasper])

@@ -92,15 +92,6 @@ def test_code_similarity(prediction: str, answer: str, expected: float) -> None:
     assert METRICS["code_similarity"](prediction, answer) == expected
 
 
-def test_multiple_choice() -> None:
-    score = METRICS["multiple_choice"]
-    assert score("I think: The correct answer is (B).", "B") == 1.0
-    assert score("**The correct answer is B**", "B") == 1.0
-    assert score("The correct answer is (A)", "B") == 0.0
-    assert score("B", "B") == 0.0
-    assert score("The correct answer is D, or The correct answer is (B)", "B") == 1.0  # brackets first
-
-
 def test_the_best_of_all_answers_counts() -> None:
     assert best_score("qa_f1", "red", ["blue", "red", "red house"]) == 1.0
     assert first_line("\n\nfirst\nsecond") == "first"
