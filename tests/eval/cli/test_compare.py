@@ -67,7 +67,7 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert 0 < cells["mine"].packed_tokens["least"] < 100
     assert cells["mine"].cache["config"]["recent_tokens"] == method_config("turboquant")["recent_tokens"]
     assert str(folder) not in (tmp_path / "out.jsonl").read_text()
-    for suffix in (".md", ".csv", ".html"):
+    for suffix in (".md", ".html"):
         assert "mine" in (tmp_path / f"out{suffix}").read_text()
     again = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out.jsonl")])
     assert "[0/0] words" in again.stderr
