@@ -28,13 +28,15 @@ from transformers import Cache, PreTrainedModel
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
+from kvcache_compress.eval.tasks import make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.files.text import read_yaml
 from kvcache_compress.validation import AnyPath, AnyTuple, Seed, StrictOptions, explain
 
 from .load import load
 from .processes import OneProcess
-from .runner import Progress, Runner, check_distinct
+from .progress import Progress
+from .runner import Runner, check_distinct
 from .table import Cell, ResultTable
 
 

@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -25,13 +26,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.validation import AnyPath, AnyTuple
 
-from .benchmark import Record, Sample, register_benchmark
+from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
 
-@register_benchmark("perplexity")
 class Perplexity(ForcedBenchmark):
     """KL divergence, perplexity and top-1 agreement with the full cache, on windows of texts.
 
@@ -47,6 +47,7 @@ class Perplexity(ForcedBenchmark):
     each token.
     """
 
+    kind: ClassVar[str] = "perplexity"
     limit: int | None = Field(default=None, ge=1, description="Most windows of each text to take; all by default.")
     texts: AnyTuple[AnyPath] = Field(
         default=(DEFAULT_TEXT,), min_length=1, description="Text file, or folder of .txt files; each is a domain."

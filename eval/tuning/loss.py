@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -12,11 +12,9 @@ from transformers import PreTrainedModel
 from kvcache_compress.config import CompressionConfig
 from kvcache_compress.eval.caches.caches import preset_cache
 from kvcache_compress.eval.caches.prefill import Prefill, prefill
+from kvcache_compress.eval.runner.progress import Progress
 from kvcache_compress.eval.tasks.benchmark import Record, Sample
 from kvcache_compress.eval.tasks.perplexity import score_window, window_scores
-
-Progress = Callable[[int, int, str], None]
-"""Called with runs done, runs in all, and the next one's label."""
 
 
 def score(shared: Prefill, sample: Sample, config: CompressionConfig) -> Record:

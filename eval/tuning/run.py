@@ -14,6 +14,7 @@ from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.runner.load import load
+from kvcache_compress.eval.runner.progress import Progress
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.eval.tasks.scoring import text_name
@@ -21,7 +22,7 @@ from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.storage.dynamic import LEAST_TOKENS
 from kvcache_compress.validation import parse_size, quoted
 
-from .loss import Progress, measure_losses
+from .loss import measure_losses
 from .rules import config_yaml
 from .sensitivity import Choices, Sensitivity, measure, with_bits
 from .tune import Budget, tune

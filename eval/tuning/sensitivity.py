@@ -25,9 +25,10 @@ from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, prefill
 from kvcache_compress.eval.provenance.identity import fingerprint
 from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.runner.progress import Progress
 from kvcache_compress.eval.tasks.benchmark import Sample
 
-from .loss import Progress, score
+from .loss import score
 from .rules import DENSE, compress_only
 
 Choices = dict[Side, list[SideConfig]]

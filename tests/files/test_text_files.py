@@ -11,7 +11,7 @@ from support.models.small_model import small_config
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.eval.runner.comparison import Comparison
-from kvcache_compress.eval.tasks.benchmark import make_benchmark
+from kvcache_compress.eval.tasks import make_benchmark
 from kvcache_compress.eval.tasks.haystack import haystack_words
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows
 from kvcache_compress.eval.tasks.longbench.prompts import read_templates

@@ -15,7 +15,7 @@ from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun, positions_of
-from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample, register_benchmark
+from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 from kvcache_compress.eval.tasks.samples import generate_text, make_sample
 from kvcache_compress.validation import AnyPath, AnyTuple
 
@@ -26,7 +26,6 @@ from .scores import aggregate, best_score, first_line
 ChatTemplate = Literal["auto", "on", "off"]
 
 
-@register_benchmark("longbench")
 class LongBench(Benchmark):
     """LongBench and LongBench-E: long documents with questions, summaries, examples and code.
 
@@ -35,6 +34,7 @@ class LongBench(Benchmark):
     few-shot and code, as in the benchmark.
     """
 
+    kind: ClassVar[str] = "longbench"
     main_score: ClassVar[str] = "average"
     limits_itself: ClassVar[bool] = True
 

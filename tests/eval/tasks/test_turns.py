@@ -22,7 +22,8 @@ from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, read_cells
-from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
+from kvcache_compress.eval.tasks import make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.scoring import compare_tokens
 from kvcache_compress.eval.tasks.turns import Turns
 
