@@ -79,32 +79,16 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     ("launcher", "processes"),
     [
         # Without MPI, accelerate itself starts a single process on a CPU.
-        (
-            (
-                "accelerate",
-                "launch",
-                "--cpu",
-                "--num_processes",
-                "2",
-                "--num_machines",
-                "1",
-                "--mixed_precision",
-                "no",
-                "--no_python",
-            ),
-            1,
-        ),
-        (("torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"), 2),
+        ("accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --no_python", 1),
+        ("torchrun --standalone --nproc-per-node 2 --no-python", 2),
     ],
     ids=["accelerate", "torchrun"],
 )
-def test_processes_give_the_scores_of_one(
-    folder: Path, tmp_path: Path, launcher: tuple[str, ...], processes: int
-) -> None:
+def test_processes_give_the_scores_of_one(folder: Path, tmp_path: Path, launcher: str, processes: int) -> None:
     path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "two.jsonl")))
-    program = str(Path(sys.executable).with_name(launcher[0]))
-    installed = str(Path(sys.executable).with_name("kvcache-compress"))
-    command = [program, *launcher[1:], installed, "eval", "compare", path]
+    program, *words = launcher.split()
+    place = Path(sys.executable).parent
+    command = [str(place / program), *words, str(place / "kvcache-compress"), "eval", "compare", path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -149,18 +133,13 @@ def test_missing_data_are_told_in_one_line_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     benchmark = {"kind": "perplexity", "texts": ["data/wikitext-2/valid.txt", "texts/compare/news.txt", "mine.txt"]}
-    content = {
-        "models": ["nobody/nothing"],
-        "caches": ["fp8"],
-        "benchmarks": {"words": benchmark},
-        "output": "out.jsonl",
-    }
+    content = {"models": ["nobody/nothing"], "caches": ["fp8"], "benchmarks": {"words": benchmark}, "output": "o.jsonl"}
     ran = CliRunner().invoke(app, ["compare", write(tmp_path / "c.yaml", content)])
     assert ran.exit_code == 1
     assert ran.stderr.splitlines() == [
         f"error: {tmp_path / 'c.yaml'}: missing data/wikitext-2/valid.txt, texts/compare/news.txt and 1 more"
     ]
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not (tmp_path / "o.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -127,16 +127,6 @@ def test_samsum_ends_with_its_line(model: LlamaForCausalLM, tmp_path: Path) -> N
     assert not samsum.startswith("\n")
 
 
-def test_the_models_end_token_ends_a_prediction(tmp_path: Path) -> None:
-    model = small_model()
-    benchmark = LongBench(**write(tmp_path, {"qasper": [CONTEXT]}))
-    (free,) = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache()])
-    text = free.records[0]["prediction"]
-    model.generation_config.eos_token_id = Letters().ids[text[3]]
-    (ended,) = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache()])
-    assert ended.records[0]["prediction"] == text[: text.index(text[3]) + 1]
-
-
 def record(task: str, score: float, *labels: str) -> dict[str, Any]:
     return {"task": task, "score": score, "labels": list(labels)}
 

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 from support.models.fake_hub import FakeHub
+from support.models.toy_tokenizers import Characters
 
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows, resolve_tasks
 from kvcache_compress.eval.tasks.longbench.prompts import Template, encode_prompt, read_templates
@@ -141,36 +142,22 @@ def test_prompt_files(tmp_path: Path) -> None:
         read_templates(path, [qasper])
 
 
-class Letters:
-    """A token per letter, and a start token of -1."""
-
-    def __init__(self, template: bool = False) -> None:
-        self.chat_template = "some" if template else None
-
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [*([-1] if add_special_tokens else []), *map(ord, text)]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return f"<{messages[0]['content']}>!"
-
-
-def ids(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
-
-
 def test_prompts_lose_their_middle() -> None:
-    def encode(limit: int | None, *, chat: bool = False, split: bool = False) -> tuple[list[int], list[int], int]:
-        encoded = encode_prompt(Letters(chat), "abcdef", "xyz", chat=chat, limit=limit, split=split)  # type: ignore[arg-type]
-        return encoded.prompt, encoded.question, encoded.cut
+    """A token per letter, and one at the start; the chat template has six before the message and eleven after it."""
 
-    assert encode(10) == ([-1, *ids("abcdefxyz")], [], 0)
-    assert encode(9) == ([-1, *ids("abcdfxyz")], [], 1)
-    assert encode(6) == ([-1, *ids("abyz")], [], 5)
-    assert encode(9, split=True) == ([-1, *ids("abcdf")], ids("xyz"), 1)
-    assert encode(5, split=True) == ([-1, *ids("ab")], ids("yz"), 5)
-    assert encode(None, chat=True) == (ids("<abcdefxyz>!"), [], 0)
-    assert encode(9, chat=True, split=True) == (ids("<abc"), ids("xyz>!"), 3)
-    with pytest.raises(ValueError, match="max_prompt_tokens=4: must be at least 5"):
-        encode(4, chat=True)
+    def encode(limit: int | None, *, chat: bool = False, split: bool = False) -> tuple[str, str, int]:
+        encoded = encode_prompt(Characters(), "abcdef", "xyz", chat=chat, limit=limit, split=split)  # type: ignore[arg-type]
+        prompt, question = ("".join(map(chr, part)) for part in (encoded.prompt, encoded.question))
+        return prompt, question, encoded.cut
+
+    assert encode(10) == ("\1abcdefxyz", "", 0)
+    assert encode(9) == ("\1abcdfxyz", "", 1)
+    assert encode(6) == ("\1abyz", "", 5)
+    assert encode(9, split=True) == ("\1abcdf", "xyz", 1)
+    assert encode(5, split=True) == ("\1ab", "yz", 5)
+    assert encode(None, chat=True) == ("<user>abcdefxyz<assistant>", "", 0)
+    assert encode(23, chat=True, split=True) == ("<user>abc", "xyz<assistant>", 3)
+    with pytest.raises(ValueError, match="max_prompt_tokens=18: must be at least 19"):
+        encode(18, chat=True)
     with pytest.raises(ValueError, match="chat_template='on': this tokenizer has no chat template"):
-        encode_prompt(Letters(), "a", "b", chat=True, limit=None, split=False)  # type: ignore[arg-type]
+        encode_prompt(Characters(chat=False), "a", "b", chat=True, limit=None, split=False)  # type: ignore[arg-type]
