@@ -130,14 +130,6 @@ class Comparison(StrictOptions):
                 raise ValueError(f"benchmarks.{name}: {error}") from error
         return suite
 
-    def missing(self) -> dict[str, list[Path]]:
-        """Missing files by the benchmark that reads them; files of models and caches have the key ''."""
-        files = {name: list(vars(benchmark).values()) for name, benchmark in self.suite().items()}
-        entries: list[Calibrated] = [*self.models, *self.caches]
-        files[""] = [path for entry in entries for path in (entry.codebooks, entry.statistics)]
-        found = {name: [path for value in values for path in _paths(value)] for name, values in files.items()}
-        return {name: gone for name, paths in found.items() if (gone := [p for p in paths if not p.exists()])}
-
 
 def compare(
     comparison: Comparison, processes: OneProcess, on_progress: Progress | None = None
@@ -196,8 +188,3 @@ def _spec(entry: CacheEntry, model: ModelEntry) -> CacheSpec:
             raise missing
 
         return CacheSpec(name, make, lambda cache: NotImplemented, description={"missing": str(error)})
-
-
-def _paths(value: Any) -> list[Path]:
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, Path)]

@@ -28,12 +28,6 @@ def compare(
         if output is not None:
             comparison = comparison.model_copy(update={"output": output})
         try:
-            if missing := comparison.missing():
-                told = _tell_missing([path for paths in missing.values() for path in paths])
-                if set(comparison.benchmarks) <= set(missing):
-                    raise ValueError(told)
-                if main_process:
-                    typer.echo(f"warning: {told}", err=True)
             cells, problems = comparisons.compare(comparison, processes, ProgressLine() if main_process else None)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
@@ -49,9 +43,3 @@ def compare(
             typer.echo(f"report: {comparison.output.with_suffix('.html')}")
     if problems or any(cell.error is not None for cell in cells):
         raise typer.Exit(1)
-
-
-def _tell_missing(paths: list[Path]) -> str:
-    """One line about missing files."""
-    paths = list(dict.fromkeys(paths))
-    return f"missing {', '.join(map(str, paths[:2]))}" + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")

@@ -118,7 +118,6 @@ def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypat
     ran = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out.jsonl")])
     assert ran.exit_code == 1
     assert "error: model nobody/nothing: name='nobody/nothing'" in ran.stderr
-    assert f"warning: missing {tmp_path / 'nowhere.txt'}\n" in ran.stderr
     assert 'needs hqq: pip install "kvcache-compress[peers]"' in ran.stderr
     cells = {(cell.benchmark["name"], cell.cache["name"]): cell for cell in read_cells(tmp_path / "out.jsonl")}
     assert cells["words", "mine"].error is None
@@ -126,20 +125,6 @@ def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypat
     assert "no such file" in cells["nowhere", "full"].error
     assert "4106 tokens" in cells["long", "full"].error
     assert (tmp_path / "out.html").is_file()
-
-
-def test_missing_data_are_told_in_one_line_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    benchmark = {"kind": "perplexity", "texts": ["data/wikitext-2/valid.txt", "texts/compare/news.txt", "mine.txt"]}
-    content = {"models": ["nobody/nothing"], "caches": ["fp8"], "benchmarks": {"words": benchmark}, "output": "o.jsonl"}
-    ran = CliRunner().invoke(app, ["compare", write(tmp_path / "c.yaml", content)])
-    assert ran.exit_code == 1
-    assert ran.stderr.splitlines() == [
-        f"error: {tmp_path / 'c.yaml'}: missing data/wikitext-2/valid.txt, texts/compare/news.txt and 1 more"
-    ]
-    assert not (tmp_path / "o.jsonl").exists()
 
 
 @pytest.mark.parametrize(
