@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
-# File for the results of `bench-gpu` and `tune-gpu`.
+# File for the results of `bench-gpu`.
 OUTPUT ?= build/gpu.jsonl
 # The Python of the GPU machine that `build/vendor` is made for.
 GPU_PYTHON ?= 3.12
@@ -16,7 +16,7 @@ OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 
 # `build/bench` is a folder, copied anew each time.
-.PHONY: demo test check format venv docs clean kernels emulate bench-gpu tune-gpu build/bench
+.PHONY: demo test check format venv docs clean kernels emulate bench-gpu build/bench
 
 demo: $(VENV)/.runs
 	-$(BIN)/kvcache-compress build
@@ -54,9 +54,9 @@ emulate: $(VENV)/.tests
 
 # Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
 # That Python needs torch, triton, transformers and pydantic. A machine without pydantic gets build/vendor from another.
-bench-gpu tune-gpu: build/bench
+bench-gpu: build/bench
 	PYTHONPATH=build/bench:build/vendor $(PYTHON) benchmarks/gpu.py --output $(OUTPUT) \
-		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(filter tune-gpu,$@),--part tile)
+		$(if $(MINUTES),--minutes $(MINUTES))
 
 build/vendor:
 	$(PYTHON) -m pip install --quiet --target $@ --constraint constraints.txt --only-binary :all: \

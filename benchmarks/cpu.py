@@ -2,11 +2,9 @@
 
     python benchmarks/cpu.py           # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
     python benchmarks/cpu.py prompt    # a cache's share in a prompt; writes benchmarks/results/prefill_share.json
-    python benchmarks/cpu.py encode    # encoding keys and values, in torch and in C++; prints a table
-    python benchmarks/cpu.py store     # storing a step's token in growing and static caches; prints a table
 
-Compared caches are interleaved. All commands but the first time one layer on one thread, in float32. CommVQ's codebooks
-are random, which does not change its times.
+Compared caches are interleaved. `prompt` times one layer on one thread, in float32. CommVQ's codebooks are random,
+which does not change its times.
 """
 
 from __future__ import annotations
@@ -23,11 +21,8 @@ import typer
 from transformers import Cache, DynamicCache, LlamaModel
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.bench.decode import random_view
-from kvcache_compress.bench.layers import SHAPES, Shape, single_layer
+from kvcache_compress.bench.layers import SHAPES, single_layer
 from kvcache_compress.bench.steps import measure_steps
-from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.provenance.results import write_json
 from kvcache_compress.eval.reporting.report import markdown_table
@@ -42,13 +37,8 @@ PRESETS = (
     "commvq-1bit", "commvq-2bit", "commvq-paper",
 )  # fmt: skip
 """One preset of each method and form of codes."""
-HEADS = {"9/3 heads of 64": Shape(9, 3, 64), "32/8 heads of 128": Shape(32, 8, 128)}
 SHAPE, MLP = SHAPES["llama-3.1-8b"], 14_336
 """Shape of attention, and hidden size, of the layer whose prompt is timed."""
-BLOCK = 32
-"""Steps over which the time of storing is averaged, as tokens are packed once in that many steps."""
-Presets = Annotated[list[str], typer.Option("--preset", help="Presets to measure.")]
-Turns = Annotated[int, typer.Option(min=1, help="Turns that count; one more warms up.")]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
@@ -88,9 +78,9 @@ def model(
 @app.command()
 @torch.inference_mode()
 def prompt(
-    preset: Presets = [*PRESETS],  # noqa: B006
+    preset: Annotated[list[str], typer.Option("--preset", help="Presets to measure.")] = [*PRESETS],  # noqa: B006
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of the prompt.")] = 4096,
-    turns: Turns = 3,
+    turns: Annotated[int, typer.Option(min=1, help="Turns that count; one more warms up.")] = 3,
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "prefill_share.json",
 ) -> None:
     """Time what a cache adds to a prompt in one layer of Llama-3.1-8B's shape with random weights; needs 4 GB."""
@@ -150,54 +140,6 @@ def time_prompt(layer: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[flo
     cache.update = timed
     seconds = thread_ms(lambda: layer(ids, **{cache_argument(): cache})) / 1000
     return seconds, sum(spent)
-
-
-@app.command()
-@torch.inference_mode()
-def encode(
-    preset: Presets = [*PRESETS],  # noqa: B006
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are encoded together.")] = 4096,
-    turns: Turns = 9,
-) -> None:
-    """Time the encoding of a prompt's keys and values in torch and in C++."""
-    lines = []
-    for name in preset:
-        for side in SIDES:
-            times: list[float] = []
-            for shape in HEADS.values():
-                keys, values, _ = random_view(name, shape, 1, tokens, CPU, torch.float32)
-                view = keys if side == "keys" else values
-                x, rope = torch.randn(1, shape.kv_heads, tokens, shape.head_dim), view.rope(0, tokens)
-                codecs = [BACKENDS[backend].bind(view.codec) for backend in ("torch", "cpp")]
-                turned = [[thread_ms(lambda: codec.encode(x, rope)) for codec in codecs] for _ in range(turns + 1)]  # noqa: B023
-                times += map(statistics.median, zip(*turned[1:], strict=True))
-            lines.append([f"`{name}`", side, *(f"{ms:.3g}" for ms in times)])
-    heads = [f"{name}: {backend}" for name in HEADS for backend in ("torch", "C++")]
-    print(markdown_table(["ms of one thread", "side", *heads], lines, texts=(0, 1)))
-
-
-@app.command()
-@torch.inference_mode()
-def store(preset: Presets = [*PRESETS], turns: Turns = 9) -> None:  # noqa: B006
-    """Time the storing of a step's token after 1,024 tokens, with its share of encoding and without attention."""
-    lines = []
-    for name in preset:
-        medians: list[float] = []
-        for shape in HEADS.values():
-            decoder, config = single_layer(name, shape)
-            layers = [
-                CompressedCache(decoder, config.changed(max_cache_len=capacity)).layers[0] for capacity in (None, 8192)
-            ]
-            times = []
-            for tokens in [1024, *[1] * (BLOCK * (turns + 1))]:
-                new = [torch.randn(1, shape.kv_heads, tokens, shape.head_dim) for _ in range(2)]
-                times.append([thread_ms(lambda: layer.append(*new)) for layer in layers])  # noqa: B023
-            for steps in zip(*times[1 + BLOCK :], strict=True):
-                blocks = [steps[at : at + BLOCK] for at in range(0, len(steps), BLOCK)]
-                medians.append(statistics.median(map(statistics.fmean, blocks)))
-        lines.append([f"`{name}`", *(f"{ms:.3g}" for ms in medians)])
-    heads = [f"{name}: {layer}" for name in HEADS for layer in ("growing", "static")]
-    print(markdown_table(["ms of one thread", *heads], lines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Check each preset's kernels on a GPU and time them, the rows that are worth most first.
 
     make bench-gpu OUTPUT=build/gpu.jsonl MINUTES=9    # with this machine's Python; continues a file of the same commit
-    make tune-gpu OUTPUT=build/tiles.jsonl             # the attention kernel's tile shapes, against the default
     TRITON_INTERPRET=1 python benchmarks/gpu.py --small --output F    # tiny sizes, without a GPU
 
 Each row is one line of JSON, written as soon as it is measured. A worker process measures. If it crashes or hangs, the
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import subprocess
 import sys
 import time
@@ -29,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcache_compress.attention.interface import AttentionName, enable_fused_attention
-from kvcache_compress.bench.compare import allowed_error, attention_problem, compare_views, relative_error
+from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
 from kvcache_compress.bench.decode import compressed_time, full_time, random_view
 from kvcache_compress.bench.layers import SHAPES, VARIANTS, Shape, named_config, single_layer
 from kvcache_compress.bench.timing import copy_bandwidth, median_ms
@@ -41,9 +39,8 @@ from kvcache_compress.config import preset_names
 from kvcache_compress.eval.provenance.results import circumstances, error_message, git_commit
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.storage.view import View
-from kvcache_compress.triton_kernels.attention.launch import tile_shape
-from kvcache_compress.triton_kernels.common.operands import Tile
 
+PARTS = ("bandwidth", "check", "decode", "model", "encode")
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 TARGETS = ("none", "turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-2bit")
@@ -67,11 +64,11 @@ class Job(NamedTuple):
     """Name of a row.
 
     Attributes:
-        part: bandwidth, check, decode, model, encode or tile.
+        part: one of `PARTS`.
         cache: preset; `full` for the uncompressed cache.
         shape: name of the model's shape.
         batch, tokens: sequences, and packed tokens of each.
-        variant: of `decode` the call (plain, mask, fixed), of `model` the loop (graph, eager), of `tile` the tile.
+        variant: of `decode` the call (plain, mask, fixed), of `model` the loop (graph, eager).
     """
 
     part: str
@@ -136,27 +133,9 @@ def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> lis
     add(presets, main, sizes.main, ("plain",))
     for shape in (main, *others):
         add(presets, shape, (*sizes.main, *sizes.others), ("plain",))
-    if "tile" in parts:
-        size = sizes.main[0]
-        jobs += [Job("tile", name, main, *size, t) for name in targets for t in tiles(name, sizes.shapes[main])]
     asked = {job for job in jobs if job.part in parts}
     needed = {(job.cache, job.shape) for job in asked}
     return [job for job in dict.fromkeys(jobs) if job in asked or (job.part == "check" and job[1:3] in needed)]
-
-
-def tiles(preset: str, shape: Shape) -> list[str]:
-    """The rule's tile, then all others that both sides support, those most like it first."""
-    keys, values, _ = random_view(preset, shape, 1, 128, CPU, DTYPE)
-    k_side, v_side = cast(Any, keys.codec).kernel_side, cast(Any, values.codec).kernel_side
-    by_rule = tile_shape(k_side, v_side, False)
-    # Levels and weights of more than 64 tokens need many registers, and a tile lies in one group of keys.
-    most = max(64, by_rule.tokens) if k_side.group == 1 else k_side.group
-
-    def doublings(tile: Sequence[int]) -> float:
-        return sum(abs(math.log2(ours / rules)) for ours, rules in zip(tile, by_rule, strict=True))
-
-    found = [tile for tile in product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)) if tile[0] <= most]
-    return ["x".join(map(str, tile)) for tile in sorted(found, key=doublings)]
 
 
 @torch.inference_mode()
@@ -263,30 +242,6 @@ def time_encoding(preset: str, shape: Shape, batch: int, tokens: int, device: to
 
 
 @torch.inference_mode()
-def time_tile(job: Job, shape: Shape, device: torch.device, repeats: int) -> dict[str, float]:
-    """Milliseconds of attention of one layer with a tile, after a comparison; refuses tiles that spill registers."""
-    keys, values, query = random_view(job.cache, shape, job.batch, job.tokens, device, DTYPE)
-    k_side, scaling = cast(Any, keys.codec.kernel_side), shape.head_dim**-0.5
-    k_side.tile = Tile(*map(int, job.variant.split("x")))
-    k_side.sizes.clear()
-    k_side.plans.clear()
-    _, problem = compare_views(keys, values, query, scaling)
-    if problem is not None:
-        raise ValueError(problem)
-    refuse_spills(k_side)
-    call = AttentionCall.of(query, scaling=scaling)
-    return {"milliseconds": median_ms(lambda: keys.attend(call, values), device, repeats)}
-
-
-def refuse_spills(k_side: Any) -> None:
-    """Raise `ValueError` if the attention kernel launched last keeps registers in memory."""
-    (plan,) = k_side.plans.values()
-    compiled = next(launch.compiled for launch in plan.launches if launch.kernel.__name__ == "attend_kernel")
-    if compiled is not None and compiled.n_spills:  # None in Triton's interpreter
-        raise ValueError(f"{4 * compiled.n_spills} bytes of a thread's registers spill to memory")
-
-
-@torch.inference_mode()
 def time_model(job: Job, sizes: Sizes, device: torch.device) -> dict[str, float]:
     """Tokens per second of a model with random weights after `tokens` tokens, and its memory.
 
@@ -360,8 +315,6 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
     if "error" in check:
         raise ValueError(f"not timed, since its check failed: {check['error']}")
     call = (job.shape, shape, job.batch, job.tokens, device, DTYPE, sizes.repeats)
-    if job.part == "tile":
-        return time_tile(job, shape, device, sizes.repeats)
     if job.part == "encode":
         repeats = max(1, sizes.repeats // 4)
         time = time_encoding(job.cache, shape, job.batch, job.tokens, device, repeats)
@@ -449,24 +402,12 @@ def supervise(
             append_row(path, left[0]._asdict() | {"error": why or f"the worker ended with {code}", "commit": commit})
 
 
-def print_best_tiles(rows: Mapping[Job, Mapping[str, Any]]) -> None:
-    """Print the fastest tile of each preset beside the rule's, which is the first."""
-    timed: dict[Job, list[tuple[float, str]]] = {}
-    for job, row in rows.items():
-        if job.part == "tile":
-            timed.setdefault(job._replace(variant=""), []).append((row.get("milliseconds", math.inf), job.variant))
-    for job, found in timed.items():
-        texts = [f"{tile} {time:.3f} ms" for time, tile in (found[0], min(found))]
-        print(f"{job.cache}, {job.shape}, {job.batch} x {job.tokens}: by rule {texts[0]}, best {texts[1]}")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parts = ("bandwidth", "check", "decode", "model", "encode", "tile")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines; rows of this commit stay")
     parser.add_argument("--minutes", type=float, default=9.5, help="minutes for the whole run (%(default)s)")
     parser.add_argument("--preset", action="append", help="presets to measure; all by default")
-    parser.add_argument("--part", action="append", choices=parts, help="what to measure; all but tile by default")
+    parser.add_argument("--part", action="append", choices=PARTS, help="what to measure; all by default")
     parser.add_argument("--row-seconds", type=float, default=150, help="a row that takes longer hangs (%(default)s)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, which also run in Triton's interpreter")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -478,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := {*(options.preset or ())} - {*known}:
         parser.error(f"--preset {', '.join(sorted(unknown))} is unknown; use {', '.join(known)}")
     sizes, commit = SMALL_SIZES if options.small else SIZES, git_commit(__file__)
-    jobs = plan_jobs(options.preset or known, options.part or parts[:-1], sizes)
+    jobs = plan_jobs(options.preset or known, options.part or PARTS, sizes)
     if options.worker:
         rows = read_rows(options.output, commit)
         sys.exit(work([job for job in jobs if job not in rows], sizes, options.output, commit))
@@ -488,7 +429,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = [sys.executable, __file__, *arguments, "--worker"]
     supervise(command, jobs, options.output, commit, end, options.row_seconds)
     rows = read_rows(options.output, commit)
-    print_best_tiles({job: rows[job] for job in jobs if job in rows})
     print(f"{sum(job in rows for job in jobs)} of {len(jobs)} rows are in {options.output}")
 
 

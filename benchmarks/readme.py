@@ -294,7 +294,7 @@ def pages() -> dict[Path, str]:
             "perplexity": perplexity(table),
             "keys": keys(answers),
         },
-        "docs/guides/presets.md": {"ladder": ladder(budgets), "memory": memory_table()},
+        "docs/guides/presets.md": {"memory": memory_table()},
         "docs/guides/cpu.md": {"cpu": cpu_table(cpu)},
         "docs/guides/tune.md": {"tuned": tuned_table(), "bytes": bytes_table()},
     }

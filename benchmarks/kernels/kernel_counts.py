@@ -34,6 +34,7 @@ from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.reporting.report import markdown_table
 from kvcache_compress.methods.commvq.codec import CommVQCodec
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
@@ -153,8 +154,7 @@ def counted(after: Launched, before: Launched | None, share: int) -> Counts:
 
 def markdown(table: Table) -> str:
     """Markdown table, a line for each kernel whose work grows with the tokens."""
-    columns = ["kernel", "all", *CLASSES, "bytes", "sectors", "turns"]
-    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    lines = []
     for name, kernels in table.items():
         stored = stored_bytes(name)
         for kernel in filter(kernels.__contains__, GROWING):
@@ -164,8 +164,8 @@ def markdown(table: Table) -> str:
             cells += [f"{32 * count / (2 * HEAD_DIM):.2f}" for count in warps]
             cells.append(f"{stored:.0f} / {SECTOR * row.touched:,.0f}")
             cells += [f"{row.touched / row.needed:.2f}", f"{row.turns / row.least:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return markdown_table(["kernel", "all", *CLASSES, "bytes", "sectors", "turns"], lines)
 
 
 def load() -> Table:

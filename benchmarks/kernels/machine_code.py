@@ -26,16 +26,15 @@ from unittest import mock
 import torch
 import triton
 import typer
-from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.attention.interface import AttentionName, attention_forward
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.bench.layers import VARIANTS, middle_layer, named_config, random_codebooks, use_backend
+from kvcache_compress.bench.layers import VARIANTS, Shape, single_layer, use_backend
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.config import CompressionConfig, load_config, preset_names
+from kvcache_compress.config import preset_names
 from kvcache_compress.storage.eras import Era
 from kvcache_compress.triton_kernels.common import plan
 
@@ -88,13 +87,8 @@ _LLOYD, _PROD = {"codebook": "lloyd_max"}, {"estimator": "prod"}
 _FOUR, _KIVI = _pair(_turboquant(4)), _pair({"method": "kivi", "bits": 4})
 _PROD_K3V2, _PROD_2_5 = _pair(_turboquant(3, **_PROD), _turboquant(2, **_PROD)), _pair(_turboquant(2.5, **_PROD))
 STATIC = (
-    "turboquant-4bit",
-    "turboquant-2bit",
-    "polarquant-rope-4bit",
-    "qjl-3bit",
-    "polarquant-3.4bit",
-    "spectral-2bit",
-)
+    "turboquant-4bit", "turboquant-2bit", "polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit", "spectral-2bit",
+)  # fmt: skip
 """Presets whose steps with a static cache are compiled: one for each kind of encoder."""
 CASES = {
     **{
@@ -171,19 +165,6 @@ Table = dict[str, Figures]
 """Figures by the name of a case and of a kernel; the largest, where a case has several variants of one kernel."""
 
 
-def config_of(name: str) -> CompressionConfig:
-    """Cache config of a case; CommVQ gets random codebooks of the calibrated size."""
-    case = CASES[name]
-    if case.config is not None:
-        return load_config(case.config | WINDOWS)
-    own = middle_layer(named_config(name))
-    config = load_config({"keys": own.keys, "values": own.values, **WINDOWS})
-    if own.keys.method != "commvq":
-        return config
-    options: Any = own.keys.options()
-    return config.with_files(codebooks=random_codebooks(case.head_dim, 2, options.bits, options.scalar == "norm"))
-
-
 @contextmanager
 def captured() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     """Record kernel and arguments of every launch in this context, and run none: results are uninitialised."""
@@ -199,12 +180,9 @@ def captured() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
 @torch.inference_mode()
 def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
     """Kernels of a case and their arguments: of its prompt, and of two steps each in growing and static caches."""
-    case, config = CASES[name], config_of(name)
-    model = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=case.head_dim,
-        hidden_size=8 * case.head_dim,
-    )  # fmt: skip
-
+    case = CASES[name]
+    model, config = single_layer(case.config or name, Shape(8, 2, case.head_dim))
+    config = config.changed(**WINDOWS)
     model._attn_implementation = AttentionName("sdpa")  # so that the cache hands over views
     module: Any = SimpleNamespace(config=model, is_causal=True, num_key_value_groups=4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from kvcache_compress.config import CompressionConfig, load_config
+from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.identity import without_folders
 from kvcache_compress.validation import quoted
 
@@ -17,8 +17,9 @@ def resolve_cache(name: str, *, codebooks: Path | None = None, statistics: Path 
     """Resolve a cache's name.
 
     Args:
-        name: `full`, a peer (`hqq-4`, `hqq-2`, `quanto-4`, `quanto-2`, `fp8`), or what `resolve_config` takes. hqq and
-            quanto can be followed by their residual length: `hqq-4@residual=64`.
+        name: `full`, a peer (`hqq-4`, `hqq-2`, `quanto-4`, `quanto-2`, `fp8`), a preset or a YAML file. hqq and quanto
+            can be followed by their residual length: `hqq-4@residual=64`; presets and files by the sizes of their
+            dense windows: `turboquant-4bit@sinks=0,recent=0`.
         codebooks: CommVQ's file, if the config needs one.
         statistics: spectral's file, if the config needs one.
 
@@ -33,25 +34,13 @@ def resolve_cache(name: str, *, codebooks: Path | None = None, statistics: Path 
             return full_cache()
         spec = PEERS[base](residual_length=residual["residual"]) if residual else PEERS[base]()
         return dataclasses.replace(spec, name=name)
-    config = resolve_config(name, codebooks=codebooks, statistics=statistics)
-    return preset_cache(config, name=without_folders(name))
-
-
-def resolve_config(name: str, *, codebooks: Path | None = None, statistics: Path | None = None) -> CompressionConfig:
-    """Resolve the name of a preset or a YAML file, which sizes of its dense windows can follow.
-
-    An example is `turboquant-4bit@sinks=0,recent=0`.
-
-    Raises:
-        ValueError: There is no such preset or file, or other options follow.
-    """
     sizes = {f"{key.removesuffix('s')}_tokens": number for key, number in _options(name, ("sinks", "recent")).items()}
     try:
-        config = load_config(name.partition("@")[0]).changed(**sizes)
-        return config.with_files(codebooks=codebooks, statistics=statistics)
+        config = load_config(base).changed(**sizes).with_files(codebooks=codebooks, statistics=statistics)
     except ValueError as error:
         known = f"full, {', '.join(PEERS)}, a preset or a YAML file"
         raise ValueError(f"cache={quoted(name)} must be one of {known}: {error}") from error
+    return preset_cache(config, name=without_folders(name))
 
 
 def _options(name: str, known: tuple[str, ...]) -> dict[str, int]:

@@ -29,9 +29,9 @@ def write_atomically(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, fields: dict[str, Any], device: torch.device, *packages: str) -> None:
-    """Write a result with its circumstances, versions of `packages` included. Lists of numbers take one line each."""
-    text = json.dumps(circumstances(device, *packages) | fields, indent=1, ensure_ascii=False, allow_nan=False)
+def write_json(path: Path, fields: dict[str, Any], device: torch.device) -> None:
+    """Write a result with its circumstances. Lists of numbers take one line each."""
+    text = json.dumps(circumstances(device) | fields, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomically(path, re.sub(r"\[[-+\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
 
 
@@ -44,21 +44,21 @@ def command_line() -> str:
     return shlex.join([*command, *(without_folders(word) for word in sys.argv[1:])])
 
 
-def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:
-    """Circumstances of a measurement: command, date, commit, versions (those of `packages` too), hardware."""
+def circumstances(device: torch.device) -> dict[str, Any]:
+    """Circumstances of a measurement: command, date, commit, versions, hardware."""
     return {
         "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
-        "versions": package_versions(*packages),
+        "versions": package_versions(),
         "hardware": hardware(device),
     }
 
 
-def package_versions(*packages: str) -> dict[str, str | None]:
+def package_versions() -> dict[str, str | None]:
     """Versions of packages that affect a measurement; None for a package that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in (*_PACKAGES, *packages):
+    for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.validation import shortened
 
-from .drawing import COLORS, MARKERS, THEME, new_figure, save_figure, style
 from .tables import FULL_BITS, Column, Row, Table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+THEME = {"ink": "#1b1f24", "muted": "#666e78", "grid": "#dfe3e8"}
+# The first six are Okabe and Ito's, which can be told apart with any colour vision; yellow and black are left out.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d5a", "#7f8890", "#8766b8")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "<", ">")
+STYLE = {
+    "text.parse_math": False,  # so that `$` in a name is no formula
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": THEME["muted"],
+    "grid.color": THEME["grid"],
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
 Grid = dict[tuple[float, float], float]
 """Mean score by length and depth."""
 NAME = 26
 """Characters of a cache's name that a plot has room for."""
+
+
+@contextmanager
+def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure of a size in inches, which is written as PNG when the block ends; see `whole_file`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE), warnings.catch_warnings(), whole_file(path) as unfinished:
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(unfinished, format="png", dpi=200, facecolor="white", metadata={"Software": None})
 
 
 def plot_pareto(table: Table, column: Column, path: Path) -> bool:
@@ -31,8 +67,7 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
     if not points:
         return False
     front = table.front(column)
-    with style():
-        figure = new_figure(6.4, 4.8)
+    with figure_file(path, 6.4, 4.8) as figure:
         ax = figure.add_subplot()
         for number, (family, of_family) in enumerate(sorted(points.items())):
             look: dict[str, Any] = {
@@ -59,7 +94,6 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
         ax.set(xlabel="measured bits per number, packed part")
         ax.set_ylabel(f"{column.name}: {column.label}" + (", loss" if column.higher_is_better else ""))
         figure.legend(loc="outside lower center", ncols=5)
-        save_figure(figure, path)
     return True
 
 
@@ -81,8 +115,7 @@ def plot_needles(table: Table, column: Column, path: Path) -> bool:
         return False
     width = min(5, len(grids))
     height = -(-len(grids) // width)
-    with style():
-        figure = new_figure(2.1 * width + 0.6, 1.9 * height + 0.5)
+    with figure_file(path, 2.1 * width + 0.6, 1.9 * height + 0.5) as figure:
         panels = list(figure.subplots(height, width, squeeze=False).flat)
         for ax in panels:
             ax.grid(visible=False)
@@ -98,5 +131,4 @@ def plot_needles(table: Table, column: Column, path: Path) -> bool:
         figure.supxlabel("prompt length, tokens", fontsize=9)
         figure.supylabel("depth of the needle", fontsize=9)
         figure.colorbar(image, ax=figure.axes, label="score")
-        save_figure(figure, path)
     return True

@@ -1,17 +1,14 @@
-"""Report of a comparison: Markdown, CSV, plots, and one HTML file.
+"""Report of a comparison: Markdown, plots, and one HTML file.
 
-The report of `results.jsonl` is `results.md`, `results.csv`, `results.html` and `results-*.png` beside it. It can be
-written at any time, also while the comparison still runs.
+The report of `results.jsonl` is `results.md`, `results.html` and `results-*.png` beside it. It can be written at
+any time, also while the comparison still runs.
 """
 
 from __future__ import annotations
 
 import base64
-import csv
 import html
-import io
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,36 +18,12 @@ from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.validation import require
 
 from .plots import plot_needles, plot_pareto
-from .tables import Column, Row, Table, tables
-
-_CELL = ("seconds", "prefill_seconds", "seed", "date", "commit", "error")
+from .tables import Table, tables
 
 
 def to_markdown(comparison: Sequence[Table]) -> str:
     """Markdown with a section per model: its table and notes."""
     return "\n".join(_section(table) for table in comparison)
-
-
-def to_csv(comparison: Sequence[Table]) -> str:
-    """CSV with a line per cell.
-
-    `packed_tokens` is that of the sample with fewest. `tokens` (of the prompt) and `total_bytes` are means over
-    samples. `difference` is from the full cache, and `uncertainty` is that of `Table.uncertainty`. Each score of any
-    benchmark has a column `scores.NAME`, which is empty for benchmarks without it.
-    """
-    lines = [
-        _csv_line(table, row, column)
-        for table in comparison
-        for row in table.rows
-        for column in table.columns
-        if column.name in row.cells
-    ]
-    stream = io.StringIO()
-    names = dict.fromkeys(name for line in lines for name in line)
-    writer = csv.DictWriter(stream, sorted(names, key=lambda name: name.startswith("scores.")), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
 
 
 def to_html(comparison: Sequence[Table], images: Iterable[tuple[str, Path]]) -> str:
@@ -107,7 +80,6 @@ def write_report(path: Path) -> list[Path]:
     links = "".join(f"\n![{_plain(title)}]({image.name})\n" for title, image in images)
     texts = {
         ".md": to_markdown(comparison) + links,
-        ".csv": to_csv(comparison),
         ".html": to_html(comparison, images),
     }
     for suffix, text in texts.items():
@@ -136,29 +108,3 @@ def _plain(text: str) -> str:
 
 def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-
-
-def _csv_line(table: Table, row: Row, column: Column) -> dict[str, Any]:
-    cell = row.cells[column.name]
-    return {
-        "model": table.model,
-        "dtype": table.dtype,
-        "benchmark": column.name,
-        "kind": column.kind,
-        "cache": row.cache,
-        "family": row.family,
-        "lossless": row.lossless,
-        "packed_bits": cell.packed_bits,
-        "all_bits": cell.all_bits,
-        "packed_tokens": cell.packed_tokens.get("least"),
-        "tokens": statistics.fmean(record["tokens"] for record in cell.records) if cell.records else None,
-        "total_bytes": cell.total_bytes,
-        "samples": cell.samples,
-        "main_score": column.main_score,
-        "higher_is_better": column.higher_is_better,
-        "score": row.score(column),
-        "difference": table.difference(row, column),
-        "uncertainty": table.uncertainty(row, column),
-        **{name: getattr(cell, name) for name in _CELL},
-        **{f"scores.{name}": score for name, score in cell.scores.items()},
-    }

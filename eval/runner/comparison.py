@@ -28,13 +28,15 @@ from transformers import Cache, PreTrainedModel
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
+from kvcache_compress.eval.tasks import make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.files.text import read_yaml
 from kvcache_compress.validation import AnyPath, AnyTuple, Seed, StrictOptions, explain
 
 from .load import load
 from .processes import OneProcess
-from .runner import Progress, Runner, check_distinct
+from .progress import Progress
+from .runner import Runner, check_distinct
 from .table import Cell, ResultTable
 
 
@@ -128,14 +130,6 @@ class Comparison(StrictOptions):
                 raise ValueError(f"benchmarks.{name}: {error}") from error
         return suite
 
-    def missing(self) -> dict[str, list[Path]]:
-        """Missing files by the benchmark that reads them; files of models and caches have the key ''."""
-        files = {name: list(vars(benchmark).values()) for name, benchmark in self.suite().items()}
-        entries: list[Calibrated] = [*self.models, *self.caches]
-        files[""] = [path for entry in entries for path in (entry.codebooks, entry.statistics)]
-        found = {name: [path for value in values for path in _paths(value)] for name, values in files.items()}
-        return {name: gone for name, paths in found.items() if (gone := [p for p in paths if not p.exists()])}
-
 
 def compare(
     comparison: Comparison, processes: OneProcess, on_progress: Progress | None = None
@@ -194,8 +188,3 @@ def _spec(entry: CacheEntry, model: ModelEntry) -> CacheSpec:
             raise missing
 
         return CacheSpec(name, make, lambda cache: NotImplemented, description={"missing": str(error)})
-
-
-def _paths(value: Any) -> list[Path]:
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, Path)]

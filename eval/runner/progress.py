@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
+Progress = Callable[[int, int, str], None]
+"""Called with runs done, runs in all, and the next one's label."""
 LOG_EVERY_S = 10.0
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -21,13 +21,8 @@ from kvcache_compress.eval.provenance.results import circumstances, error_messag
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 
 from .processes import OneProcess
+from .progress import Progress
 from .table import Cell, ResultTable, with_scores
-
-
-class Progress(Protocol):
-    """Called with the samples of cells done, those in all, and the next one's label."""
-
-    def __call__(self, done: int, total: int, label: str) -> None: ...
 
 
 @dataclass

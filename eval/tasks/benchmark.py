@@ -1,10 +1,5 @@
 """The contract of a benchmark: samples, a score per sample and cache, and a summary.
 
-A benchmark is a class whose fields are its options, registered under its name:
-
-    @register_benchmark("needle")
-    class Needle(Benchmark): ...
-
 The runner (`runner/runner.py`) does the rest: a prefill per sample, a new cache per sample, files, processes and
 failures. A new benchmark is one file with `samples`, `score` and `summarize`. Its name in `BENCHMARKS` of
 `tasks/__init__.py` makes it a command of `kvcache-compress eval` too.
@@ -16,15 +11,15 @@ import abc
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.validation import StrictOptions, explain, quoted
+from kvcache_compress.validation import StrictOptions
 
 Record = dict[str, Any]
 """The result of one sample with one cache, as plain JSON."""
@@ -61,6 +56,7 @@ class Benchmark(StrictOptions, abc.ABC):
     """
 
     kind: ClassVar[str]
+    """The benchmark's name."""
     higher_is_better: ClassVar[bool] = True
     limits_itself: ClassVar[bool] = False
     """True if `samples` applies `limit` itself, to each of several tasks; otherwise the runner applies it."""
@@ -92,39 +88,3 @@ class Benchmark(StrictOptions, abc.ABC):
     @abc.abstractmethod
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Compute the scores, `main_score` among them, from the records of all samples."""
-
-
-_BENCHMARKS: dict[str, type[Benchmark]] = {}
-AnyBenchmark = TypeVar("AnyBenchmark", bound=type[Benchmark])
-
-
-def register_benchmark(kind: str) -> Callable[[AnyBenchmark], AnyBenchmark]:
-    """Class decorator that registers a benchmark under a name.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-
-    def register(benchmark: AnyBenchmark) -> AnyBenchmark:
-        if kind in _BENCHMARKS:
-            raise ValueError(f"benchmark={kind!r} is registered already; choose another name")
-        benchmark.kind = kind
-        _BENCHMARKS[kind] = benchmark
-        return benchmark
-
-    return register
-
-
-def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:
-    """Make a benchmark by name.
-
-    Raises:
-        ValueError: There is no such benchmark, or its options are wrong.
-    """
-    if kind not in _BENCHMARKS:
-        raise ValueError(f"benchmark={quoted(kind)}: must be one of {', '.join(sorted(_BENCHMARKS))}")
-    try:
-        return _BENCHMARKS[kind](**options)
-    except ValidationError as error:
-        problems = explain(error, f"for {kind}", {"": _BENCHMARKS[kind]})
-        raise ValueError(f"benchmark {kind}: {problems}") from error

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import AnyList, AnyPath, Seed, quoted, require
 
-from .benchmark import Benchmark, Record, Sample, register_benchmark
+from .benchmark import Benchmark, Record, Sample
 from .haystack import haystack_words, hide
 from .samples import as_chat, force_answer, generate_text, length_problem, make_sample, split_ids, text_ids, with_space
 
@@ -61,7 +61,6 @@ WORDINGS: dict[Mode, Wording] = {
 }
 
 
-@register_benchmark("needle")
 class Needle(Benchmark):
     """A sentence or a pass key hidden in long texts and asked for, over a grid of lengths and depths.
 
@@ -74,6 +73,7 @@ class Needle(Benchmark):
     pass key) tests whether each token of the answer is the most likely one, and averages log-probabilities.
     """
 
+    kind: ClassVar[str] = "needle"
     main_score: ClassVar[str] = "recall"
 
     mode: Mode = Field(default="needle", description="Hide a sentence, or random digits.")

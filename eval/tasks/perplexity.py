@@ -17,21 +17,21 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.validation import AnyPath, AnyTuple
 
-from .benchmark import Record, Sample, register_benchmark
+from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
 
-@register_benchmark("perplexity")
 class Perplexity(ForcedBenchmark):
     """KL divergence, perplexity and top-1 agreement with the full cache, on windows of texts.
 
@@ -47,6 +47,7 @@ class Perplexity(ForcedBenchmark):
     each token.
     """
 
+    kind: ClassVar[str] = "perplexity"
     limit: int | None = Field(default=None, ge=1, description="Most windows of each text to take; all by default.")
     texts: AnyTuple[AnyPath] = Field(
         default=(DEFAULT_TEXT,), min_length=1, description="Text file, or folder of .txt files; each is a domain."
@@ -74,16 +75,22 @@ class Perplexity(ForcedBenchmark):
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         continuation = torch.tensor(sample.data["continuation"])
-        reference = run.prefill.full_logits(continuation, self.step)
-        nll, kl, same = compare_tokens(reference, run.forced(continuation, self.step), continuation)
-        means = {"nll": nll.mean().item(), "kl": kl.mean().item(), "top1": same.double().mean().item()}
-        return {"domain": sample.data["domain"], **means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
+        return {"domain": sample.data["domain"], **score_window(run, continuation, self.step)}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        return scores_by("domain", records, _scores)
+        return scores_by("domain", records, window_scores)
 
 
-def _scores(records: Sequence[Record]) -> dict[str, float]:
+def score_window(run: CacheRun, continuation: torch.Tensor, step: int = STEP_TOKENS) -> Record:
+    """Force a continuation `[S]` through the cache, and compare its logits with the full cache's."""
+    reference = run.prefill.full_logits(continuation, step)
+    nll, kl, same = compare_tokens(reference, run.forced(continuation, step), continuation)
+    means = {"nll": nll.mean().item(), "kl": kl.mean().item(), "top1": same.double().mean().item()}
+    return {**means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
+
+
+def window_scores(records: Sequence[Record]) -> dict[str, float]:
+    """The scores of `Perplexity` from the records of some windows."""
     mean = {name: statistics.fmean(record[name] for record in records) for name in ("nll", "kl", "top1")}
     tokens = torch.tensor([kl for record in records for kl in record["kl_tokens"]], dtype=torch.float64)
     scores = {"kl": mean["kl"], "perplexity": math.exp(mean["nll"]), "top1": mean["top1"]}

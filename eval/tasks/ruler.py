@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 from os.path import isdir, isfile
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import AnyPath, quoted
 
-from .benchmark import Benchmark, Record, Sample, register_benchmark
+from .benchmark import Benchmark, Record, Sample
 from .samples import as_chat, check_fits, force_answer, generate_text, make_sample, read_jsonl, split_ids, with_space
 
 Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
@@ -36,7 +36,6 @@ _TASK = re.compile(r"(?<![a-z])(niah|vt|cwe|fwe|qa)(?![a-z])")
 _COLUMNS = ("index", "input", "outputs", "length")
 
 
-@register_benchmark("ruler")
 class Ruler(Benchmark):
     """RULER, from files in its public format.
 
@@ -46,6 +45,7 @@ class Ruler(Benchmark):
     written with a model's chat template need no `chat_template`. `limit` counts rows of each file.
     """
 
+    kind: ClassVar[str] = "ruler"
     limits_itself = True
 
     limit: int | None = Field(default=None, ge=1, description="Most rows of each file to take; all by default.")

@@ -1,4 +1,4 @@
-"""Helpers of benchmarks: rows of a .jsonl file or of the hub, tokenized prompts, forced and generated answers."""
+"""Helpers of benchmarks: rows of a .jsonl file, tokenized prompts, forced and generated answers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun, positions_of
 from kvcache_compress.files.text import parse_json, read_text
-from kvcache_compress.modeling import hub
-from kvcache_compress.validation import require
 
 from .benchmark import Sample
 
@@ -47,41 +44,6 @@ def check_columns(row: dict[str, Any], columns: Collection[str], where: str) -> 
     """Raise ValueError if a row lacks a column."""
     if missing := [column for column in columns if column not in row]:
         raise ValueError(f"{where}: no column {', '.join(missing)}; it has {', '.join(row) or 'none'}")
-
-
-def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[str]) -> list[dict[str, Any]]:
-    """Load the rows of a data set on the hub. An unreachable hub fails at once, instead of after many retries.
-
-    Args:
-        repo: the data set's id.
-        name: one of its configurations.
-        split: one of its splits.
-        columns: columns that its rows need.
-
-    Raises:
-        OSError: The hub is unreachable. With `HF_HUB_OFFLINE=1` the copy in its local cache is used.
-        ValueError: There is no such configuration or split, no row, or a column is missing.
-        ImportError: The package datasets is missing.
-    """
-    datasets = require("datasets", "data sets on the hub", "datasets")
-    advice = "give a local .jsonl file as data, or set HF_HUB_OFFLINE=1 if the hub's local cache has it"
-    try:
-        check_hub(repo)
-        rows = [dict(row) for row in datasets.load_dataset(repo, name, split=split)]
-    except ValueError:
-        raise
-    except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
-        raise OSError(f"data set {repo}: unavailable from the hub ({error}); {advice}") from error
-    if not rows:
-        raise ValueError(f"data set {repo}, split {split}: no rows")
-    check_columns(rows[0], columns, f"data set {repo}, split {split}")
-    return rows
-
-
-def check_hub(repo: str) -> None:
-    """Raise OSError if the hub is unreachable, unless `HF_HUB_OFFLINE=1` asks for its local cache."""
-    if not constants.HF_HUB_OFFLINE:
-        hub.check_hub(repo, "dataset")
 
 
 def make_sample(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import AfterValidator, Field
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_compress.eval.caches.prefill import CacheRun, fused_attention
 from kvcache_compress.validation import AnyPath, AnyTuple, quoted
 
-from .benchmark import Record, Sample, register_benchmark
+from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, kl_scores, read_texts, scores_by, text_name
 
 _LIKE = " like"
@@ -43,7 +43,6 @@ def _check_case(case: str) -> str:
 Case = Annotated[str, Field(strict=False, coerce_numbers_to_str=True), AfterValidator(_check_case)]
 
 
-@register_benchmark("turns")
 class Turns(ForcedBenchmark):
     """KL divergence from the full cache after a history of several parts.
 
@@ -58,6 +57,7 @@ class Turns(ForcedBenchmark):
     and both for each case: `kl.CASE`. Sizes are those after the history.
     """
 
+    kind: ClassVar[str] = "turns"
     limit: int | None = Field(default=None, ge=1, description="Most windows of each case to take; all by default.")
     texts: AnyTuple[AnyPath] = Field(min_length=2, description="Text file, or folder of .txt files; at least two.")
     cases: AnyTuple[Case] = Field(

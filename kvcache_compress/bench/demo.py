@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedTokenizerBase, TextStreamer
 
 from kvcache_compress.attention.interface import enable_fused_attention
-from kvcache_compress.cache.compressed_cache import CompressedCache
-from kvcache_compress.config import load_config
+from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+from kvcache_compress.eval.runner.progress import ProgressLine
+from kvcache_compress.eval.runner.runner import Runner
+from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
+from kvcache_compress.eval.tasks.samples import check_fits
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
@@ -46,46 +49,34 @@ class Demo:
     """
 
     def __init__(self, model_name: str, presets: Sequence[str], new_tokens: int) -> None:
-        from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
-        from kvcache_compress.eval.tasks.samples import check_fits
-
-        self._configs = {name: load_config(name) for name in presets}
-        self.names, self._new_tokens = [FULL, *self._configs], new_tokens
+        self._specs = {FULL: full_cache(), **{name: preset_cache(name) for name in presets}}
+        self.names, self._new_tokens = list(self._specs), new_tokens
         self._model, self._tokenizer = load_model(model_name)
-        for config in self._configs.values():
-            CompressedCache(self._model.config, config)  # refuses models without attention before anything runs
+        for spec in self._specs.values():
+            spec.make(self._model)  # refuses models without attention before anything runs
         enable_fused_attention(self._model)
         self._prompt = _prompt(self._tokenizer, DEFAULT_TEXT.read_text(encoding="utf-8"))
         self.prompt_tokens = self._prompt.shape[1]
         check_fits(self._model, self.prompt_tokens + new_tokens, "the text, the question and the new tokens")
         for name in self.names:  # compiles what needs to be compiled, before anything is timed
-            self._generate(self._prompt[:, :WARM_TOKENS], self._cache(name), 2, None)
+            self._generate(self._prompt[:, :WARM_TOKENS], self._specs[name].make(self._model), 2, None)
 
     def answer(self, name: str, say: Callable[[str], None]) -> Run:
         """Answer the question from one cache; `say` gets the text as it is generated."""
-        cache, stream = self._cache(name), _Stream(self._tokenizer, say)
+        cache, stream = self._specs[name].make(self._model), _Stream(self._tokenizer, say)
         self._generate(self._prompt, cache, self._new_tokens, stream)
         start, first, *rest = stream.times
-        return Run(name, first - start, (rest[-1] - first) / len(rest) if rest else 0.0, _held(cache))
+        held = self._specs[name].measure(cache).total_bytes
+        return Run(name, first - start, (rest[-1] - first) / len(rest) if rest else 0.0, held)
 
     def losses(self) -> dict[str, tuple[float, float]]:
         """Mean KL divergence and share of equal most likely tokens of each compressed cache, on the same text."""
-        from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-        from kvcache_compress.eval.runner.progress import ProgressLine
-        from kvcache_compress.eval.runner.runner import Runner
-        from kvcache_compress.eval.tasks.perplexity import Perplexity
-
-        specs = [full_cache(), *(preset_cache(name) for name in self._configs)]
         runner = Runner(self._model, self._tokenizer, on_progress=ProgressLine())
-        cells = runner.run("perplexity", Perplexity(windows=1, scored=128), specs)
+        cells = runner.run("perplexity", Perplexity(windows=1, scored=128), list(self._specs.values()))
         for cell in cells:
             if cell.error is not None:
                 raise ValueError(f"{cell.cache['name']}: {cell.error}")
         return {cell.cache["name"]: (cell.scores["kl"], cell.scores["top1"]) for cell in cells[1:]}
-
-    def _cache(self, name: str) -> Cache:
-        config = self._model.config
-        return DynamicCache(config=config) if name == FULL else CompressedCache(config, self._configs[name])
 
     def _generate(self, prompt: torch.Tensor, cache: Cache, new_tokens: int, stream: TextStreamer | None) -> None:
         """Generate greedily."""
@@ -113,14 +104,6 @@ class _Stream(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._say(text)
-
-
-def _held(cache: Cache) -> int:
-    """Bytes with 16 bits for each number that is not compressed, whatever the model's dtype."""
-    if isinstance(cache, CompressedCache):
-        return cache.memory_report().total_bytes_at_16
-    held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(2 * x.numel() for x in held if isinstance(x, torch.Tensor))
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:

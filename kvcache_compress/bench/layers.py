@@ -47,9 +47,9 @@ NONE = {"keys": _DENSE, "values": _DENSE, "sink_tokens": 16, "recent_tokens": 64
 """Configuration `none`: uncompressed keys and values, to which the attention kernel attends like any others."""
 
 
-def named_config(name: str) -> CompressionConfig:
-    """Config of one of `VARIANTS`, of `none`, or of any name or path that `load_config` takes."""
-    return load_config((VARIANTS | {"none": NONE}).get(name, name))
+def named_config(name: str | dict[str, Any]) -> CompressionConfig:
+    """Config of one of `VARIANTS`, of `none`, or of anything that `load_config` takes."""
+    return load_config((VARIANTS | {"none": NONE}).get(name, name) if isinstance(name, str) else name)
 
 
 def middle_layer(config: CompressionConfig) -> LayerPlan:
@@ -57,7 +57,7 @@ def middle_layer(config: CompressionConfig) -> LayerPlan:
     return config.plan(["full_attention"] * 8)[4]
 
 
-def single_layer(preset: str, shape: Shape) -> tuple[LlamaConfig, CompressionConfig]:
+def single_layer(preset: str | dict[str, Any], shape: Shape) -> tuple[LlamaConfig, CompressionConfig]:
     """Config of a one-layer model of this shape, and cache config that treats it as the preset's `middle_layer`.
 
     CommVQ gets random codebooks of the same size as calibrated ones.

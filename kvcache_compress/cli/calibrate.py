@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .console import console, errors_as_lines, importing
-
-_QUIET_SECONDS = 30.0
-"""Interval between lines of progress if the output is not a terminal."""
 
 
 def calibrate(
@@ -95,6 +91,7 @@ def _calibration(model: str, text: Sequence[str], output: Path, device: str | No
 
     import torch
 
+    from kvcache_compress.eval.runner.progress import ProgressLine
     from kvcache_compress.files.lock import only_one
     from kvcache_compress.files.model_file import check_output
     from kvcache_compress.modeling.calibration.text import check_sources
@@ -106,39 +103,15 @@ def _calibration(model: str, text: Sequence[str], output: Path, device: str | No
     check_sources(text)
     place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded, tokenizer = load_model(model, dtype=torch.float32 if place.type == "cpu" else torch.bfloat16, device=place)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
-    progress = Progress(*columns, *times, console=console, disable=not console.is_terminal)
-    with only_one(output.with_name(f".{output.name}.lock")), progress:
-        yield loaded, tokenizer, _Reporter(progress)
+    line = ProgressLine()
+    with only_one(output.with_name(f".{output.name}.lock")):
+        yield loaded, tokenizer, lambda doing, done, total: line(done, total, doing)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     minutes = (time.perf_counter() - started) / 60
     size = output.stat().st_size / 2**20
     console.print(
         f"{output}: {size:.1f} MiB in {minutes:.1f} minutes, peak memory {peak / 2**30:.2f} GiB", soft_wrap=True
     )
-
-
-class _Reporter:
-    """Progress report: a bar per kind of work on a terminal, else a line now and then."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
-        self._started: dict[str, float] = {}
-        self._shown = 0.0
-
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if doing not in self._tasks:
-            self._tasks[doing] = self._progress.add_task(doing, total=total)
-            self._started[doing] = now
-        self._progress.update(self._tasks[doing], completed=done)
-        if console.is_terminal or not done or (now - self._shown < _QUIET_SECONDS and done < total):
-            return
-        self._shown = now
-        left = (now - self._started[doing]) / done * (total - done)
-        console.print(f"{doing}: {done} of {total}, {left:.0f} s left")
 
 
 def _loss_table(losses: dict[str, Any]) -> Table:

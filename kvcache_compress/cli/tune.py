@@ -36,18 +36,11 @@ def tune(
     base: Annotated[
         str, typer.Option(help="Preset or YAML file to start from: its methods and windows.")
     ] = "best-2bit",
-    also: Annotated[
-        list[str] | None, typer.Option(help="Preset or YAML file with more methods to choose from; repeatable.")
-    ] = None,
     level: Annotated[
         list[float] | None, typer.Option(help="Bits to choose from for keys and values; repeatable.")
     ] = None,
-    sinks: Annotated[
-        list[int] | None, typer.Option(help="Number of first tokens that stay dense; repeatable with --memory.", min=0)
-    ] = None,
-    recent: Annotated[
-        list[int] | None, typer.Option(help="Number of last tokens that stay dense; repeatable with --memory.", min=0)
-    ] = None,
+    sinks: Annotated[int | None, typer.Option(help="Number of first tokens that stay dense.", min=0)] = None,
+    recent: Annotated[int | None, typer.Option(help="Number of last tokens that stay dense.", min=0)] = None,
     windows: Annotated[int, typer.Option(help="Number of windows of each text to measure on.", min=1)] = 2,
     prefix: Annotated[int, typer.Option(help="Number of tokens to prefill.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Number of tokens to score after them; --verify scores 256.", min=1)] = 96,
@@ -78,16 +71,16 @@ def tune(
             levels: dict[str, Any] = {"levels": level} if level else {}
             result = tune_config(
                 model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
-                check_texts=check_text or [], base=base, also=also or [], sinks=sinks or [], recent=recent or [],
+                check_texts=check_text or [], base=base, sinks=sinks, recent=recent,
                 windows=windows, scored=scored, **levels, **common,
             )  # fmt: skip
     table = Table(title=escape(result.title), box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("cache", "bits", "KL", "99.9 %", "same top", "perplexity"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=heading != "cache")
     for name, loss in result.losses.items():
-        spread = "" if loss.kl_stderr is None else f" ± {loss.kl_stderr:.4f}"
-        cells = f"{loss.packed_bits:.3f}", f"{loss.kl:.4f}{spread}", f"{loss.kl_999:.3f}", f"{loss.top1:.3f}"
-        table.add_row(escape(name), *cells, f"{loss.perplexity:.2f}")
+        spread = f" ± {loss['kl_stderr']:.4f}" if "kl_stderr" in loss else ""
+        cells = f"{loss['packed_bits']:.3f}", f"{loss['kl']:.4f}{spread}", f"{loss['kl_999']:.3f}"
+        table.add_row(escape(name), *cells, f"{loss['top1']:.3f}", f"{loss['perplexity']:.2f}")
     console.print(table)
     if result.expected is not None:
         minutes = (time.perf_counter() - started) / 60

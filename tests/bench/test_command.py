@@ -62,23 +62,6 @@ def test_models_in_16_bits() -> None:
     assert "16.00" in result.output
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (["--device", "cuda:1"], "device='cuda:1'"),
-        (["--dtype", "int8"], "dtype='int8'"),
-        (["--model", "/no/such/folder"], "/no/such/folder"),
-        (["--output", "no/such/folder/bench.json"], "no/such/folder"),
-        (["--tokens", "0"], "Invalid value for '--tokens'"),
-    ],
-)
-def test_wrong_arguments_are_messages(wrong: list[str], message: str) -> None:
-    result = runner.invoke(app, [*FEW, *wrong])
-    assert isinstance(result.exception, SystemExit)
-    assert result.exit_code == (2 if "--tokens" in wrong else 1)
-    assert message in result.output
-
-
 def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> None:
     LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=32, hidden_size=64).save_pretrained(tmp_path)
     assert run.attention_shape(str(tmp_path)) == Shape(8, 2, 32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
@@ -31,6 +32,13 @@ def test_plain_attention_is_attention() -> None:
         query[:, :, None], keys, values, enable_gqa=True, scale=0.2
     )
     torch.testing.assert_close(compare.plain_attention(query, keys, values, 0.2), expected[:, :, 0])
+
+
+@pytest.mark.parametrize("grouped_queries", [False, True])
+def test_pytorchs_attention_with_queries_apart_or_grouped(grouped_queries: bool) -> None:
+    query, keys, values = torch.randn(3, 4, 64), torch.randn(3, 2, 48, 64), torch.randn(3, 2, 48, 64)
+    found = peers.sdpa(query, keys, values, [SDPBackend.MATH], grouped_queries)()
+    torch.testing.assert_close(found, compare.plain_attention(query, keys, values, 64**-0.5))
 
 
 def test_the_last_row_is_compared_and_another_one() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from pathlib import Path
 
 import cpu
@@ -16,7 +14,6 @@ from kvcache_compress.bench.layers import Shape
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "HEADS", {"4/2 heads": Shape(4, 2, 64), "2/1 heads": Shape(2, 1, 64)})
     monkeypatch.setattr(cpu, "SHAPE", Shape(4, 2, 64))
     monkeypatch.setattr(cpu, "MLP", 64)
 
@@ -25,27 +22,6 @@ def run(*words: str) -> str:
     done = CliRunner(env={"COLUMNS": "200"}).invoke(cpu.app, [*words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
-
-
-def times(output: str) -> dict[str, list[float]]:
-    """Cells of a table by its leading words."""
-    rows = re.findall(r"^\| `([\w.-]+)` \|(?: (\w+) \|)?((?: [\d.e+]+ \|){4})$", output, re.MULTILINE)
-    return {f"{name} {side}".strip(): [float(cell) for cell in cells.split("|")[:-1]] for name, side, cells in rows}
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="it compares C++ with torch")
-def test_encoding() -> None:
-    found = times(run("encode", "--tokens", "32", "--turns", "1", "--preset", "polarquant-3.4bit"))
-    assert [*found] == ["polarquant-3.4bit keys", "polarquant-3.4bit values"]
-    assert all(ms > 0 for row in found.values() for ms in row)
-
-
-def test_storing() -> None:
-    """CommVQ with codebooks for a model of one layer, and a preset with rules for single layers."""
-    presets = ("commvq-paper", "turboquant-mixed")
-    found = times(run("store", "--turns", "1", *(f"--preset={name}" for name in presets)))
-    assert [*found] == [*presets]
-    assert all(ms > 0 for row in found.values() for ms in row)
 
 
 def test_a_caches_share_of_a_prompt(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gpu
@@ -186,7 +185,7 @@ def test_at_the_end_of_the_time_no_row_is_blamed(tmp_path: Path) -> None:
 
 def test_the_most_important_rows_come_first() -> None:
     presets = ["none", "uniform-4bit", *preset_names()]
-    jobs = gpu.plan_jobs(presets, ("bandwidth", "check", "decode", "model", "encode"), gpu.SIZES)
+    jobs = gpu.plan_jobs(presets, gpu.PARTS, gpu.SIZES)
     assert len(jobs) == len({*jobs})
     assert jobs[0] == Job("bandwidth", "copy")
     assert jobs[1:5] == [Job("decode", "full", "llama-3.1-8b", *size, "plain") for size in gpu.SIZES.main]
@@ -200,29 +199,6 @@ def test_the_most_important_rows_come_first() -> None:
     parts = [job.part for job in gpu.plan_jobs(["kivi-2bit"], ("model",), gpu.SIZES)]
     assert parts[0] == "check"
     assert {*parts[1:]} == {"model"}
-
-
-def test_tiles_most_like_the_rules_come_first(capsys: pytest.CaptureFixture[str]) -> None:
-    found = gpu.tiles("turboquant-4bit", Shape(4, 2, 64))
-    assert found[0] == "64x1x3"
-    assert len(found) == len({*found}) == 48
-    jobs = [Job("tile", "turboquant-4bit", "small", 1, 64, tile) for tile in ("64x1x3", "32x1x3", "64x2x3")]
-    times = ({"milliseconds": 1.0}, {"milliseconds": 0.5}, {"error": "registers spill"})
-    gpu.print_best_tiles(dict(zip(jobs, times, strict=True)))
-    expected = "turboquant-4bit, small, 1 x 64: by rule 64x1x3 1.000 ms, best 32x1x3 0.500 ms\n"
-    assert capsys.readouterr().out == expected
-
-
-def test_a_tile_that_spills_registers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, used = Job("tile", "turboquant-4bit", "small", 1, 64, "32x2x3"), []
-    monkeypatch.setattr(gpu, "refuse_spills", lambda side: used.append(side.tile))
-    assert gpu.time_tile(job, TINY, CPU, 1)["milliseconds"] > 0
-    assert used == [(32, 2, 3)]
-    monkeypatch.undo()
-    launch = SimpleNamespace(kernel=SimpleNamespace(__name__="attend_kernel"), compiled=SimpleNamespace(n_spills=12))
-    plans = SimpleNamespace(plans={"key": SimpleNamespace(launches=[launch])})
-    with pytest.raises(ValueError, match="48 bytes of a thread's registers spill"):
-        gpu.refuse_spills(plans)
 
 
 def test_steps_advance_as_the_models_own_do() -> None:

@@ -209,8 +209,6 @@ def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
 
     One warp if that is enough: the 16 rows of the tensor cores' tile cannot be split, so more warps repeat work.
     """
-    if k_side.tile is not None:
-        return k_side.tile
     if exact:
         return Tile(16, 8, 2)
     widest = max(*k_side.widths, *v_side.widths)

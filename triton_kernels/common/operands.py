@@ -83,7 +83,6 @@ class KernelSide:
     prologue: keys only, makes the launch between the map and attention that maps the queries once more for each group
         of tokens, from the side and the arguments of both (`spectral.turn_call`). Its map is the first table.
     group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
-    tile: keys only, a tile to use instead of the one that `tile_shape` chooses.
     by_head: keys only, indices of the tables that depend on statistics, `[H, ...]`.
     eras: of keys of several eras (`eras.py`): their number, first tokens, and the largest integer, int32; else None.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
@@ -102,7 +101,6 @@ class KernelSide:
     headroom: float = 1.0
     prologue: Callable[..., KernelCall] | None = None
     group: int = 1
-    tile: Tile | None = None
     by_head: tuple[int, ...] = ()
     eras: torch.Tensor | None = None
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""LongBench, LongBench-E and LongBench v2."""
+"""LongBench and LongBench-E."""

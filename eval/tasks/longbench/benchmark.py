@@ -1,4 +1,4 @@
-"""LongBench, LongBench-E and LongBench v2 with any cache.
+"""LongBench and LongBench-E with any cache.
 
     kvcache-compress eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output DIR
 
@@ -15,31 +15,31 @@ from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun, positions_of
-from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample, register_benchmark
+from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 from kvcache_compress.eval.tasks.samples import generate_text, make_sample
 from kvcache_compress.validation import AnyPath, AnyTuple
 
-from .data import TASKS, V2, Row, Task, Version, load_rows
+from .data import TASKS, Row, Task, Version, load_rows
 from .prompts import Template, encode_prompt, read_templates
 from .scores import aggregate, best_score, first_line
 
 ChatTemplate = Literal["auto", "on", "off"]
 
 
-@register_benchmark("longbench")
 class LongBench(Benchmark):
-    """LongBench, LongBench-E and LongBench v2: long documents with questions, summaries, examples and code.
+    """LongBench and LongBench-E: long documents with questions, summaries, examples and code.
 
-    By Bai et al., 2023 and 2024. `limit` counts rows of each task. `data.resolve_tasks` explains `tasks`, and
+    By Bai et al., 2023. `limit` counts rows of each task. `data.resolve_tasks` explains `tasks`, and
     `data.load_rows` explains `data`. `chat_template="auto"` uses the tokenizer's template if it has one, but never for
     few-shot and code, as in the benchmark.
     """
 
+    kind: ClassVar[str] = "longbench"
     main_score: ClassVar[str] = "average"
     limits_itself: ClassVar[bool] = True
 
     limit: int | None = Field(default=None, ge=1, description="Most rows of each task to take; all by default.")
-    version: Version = Field(default="v1", description="LongBench, LongBench-E (even lengths) or v2 (multiple choice).")
+    version: Version = Field(default="v1", description="LongBench, or LongBench-E (even lengths).")
     tasks: AnyTuple[str] = Field(default=(), description="Task, group, en or zh; all by default.")
     data: str | None = Field(default=None, description="Folder or file of .jsonl, or a dataset of the hub.")
     prompts: AnyPath | None = Field(
@@ -78,13 +78,13 @@ class LongBench(Benchmark):
             )
         has_template = bool(getattr(tokenizer, "chat_template", None))
         chat = self.chat_template == "on" or (self.chat_template == "auto" and has_template and row.task.chat)
-        before, after = templates[row.task].fill(row.fields)
+        before, after = templates[row.task].fill(row.context, row.input)
         encoded = encode_prompt(tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question)
         data = {
             "task": row.task.name,
             "answers": list(row.answers),
             "classes": list(row.classes),
-            "labels": list(row.labels),
+            "labels": [] if row.band is None else [row.band],
             "max_new_tokens": new,
             "cut": encoded.cut,
         }
@@ -94,11 +94,11 @@ class LongBench(Benchmark):
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         """Generate greedily, and keep the best score over all right answers.
 
-        The record has `task`, `labels` (length band, or difficulty and length), `prediction`, `score` (0 to 1) and
+        The record has `task`, `labels` (the length band of LongBench-E), `prediction`, `score` (0 to 1) and
         `cut` (tokens of the prompt that were left out).
         """
         data = sample.data
-        task = V2 if data["task"] == V2.name else TASKS[data["task"]]
+        task = TASKS[data["task"]]
         # As in the benchmark, a line's end stops samsum, where models would go on with another dialogue; but the first
         # token may not be an end.
         dialogue = task.name == "samsum"
@@ -120,13 +120,9 @@ class LongBench(Benchmark):
         """Scores in per cent.
 
         v1 has `average` over tasks, the groups and `group_average` (see `scores.aggregate`), and `GROUP.TASK`. E has
-        also `average.BAND` over tasks, and `GROUP.TASK.BAND`. v2 has `average` over questions, and a score for each
-        difficulty and length.
+        also `average.BAND` over tasks, and `GROUP.TASK.BAND`.
         """
         labels = sorted({label for record in records for label in record["labels"]})
-        if self.version == "v2":
-            of_label = {label: [record for record in records if label in record["labels"]] for label in labels}
-            return {"average": _mean(records), **{label: _mean(members) for label, members in of_label.items()}}
         means = _task_means(records)
         scores = aggregate(means) | {f"{TASKS[task].group}.{task}": mean for task, mean in means.items()}
         for label in labels:
@@ -136,12 +132,8 @@ class LongBench(Benchmark):
         return scores
 
 
-def _mean(records: Sequence[Record]) -> float:
-    return 100 * statistics.fmean(record["score"] for record in records)
-
-
 def _task_means(records: Iterable[Record]) -> dict[str, float]:
     of_task: dict[str, list[Record]] = {}
     for record in records:
         of_task.setdefault(record["task"], []).append(record)
-    return {task: _mean(members) for task, members in of_task.items()}
+    return {task: 100 * statistics.fmean(record["score"] for record in members) for task, members in of_task.items()}

@@ -1,27 +1,26 @@
 """LongBench's tasks, and their rows from files or from the hub.
 
 LongBench (Bai et al., 2023, arXiv:2308.14508) has 21 tasks. LongBench-E has 13 of them, with lengths spread evenly.
-LongBench v2 (Bai et al., 2024, arXiv:2412.15204) asks multiple-choice questions about up to two million words.
 """
 
 from __future__ import annotations
 
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, Literal
 
-from kvcache_compress.eval.tasks.samples import check_columns, check_hub, read_jsonl
-from kvcache_compress.files.text import parse_json, read_text
+from kvcache_compress.eval.tasks.samples import check_columns, read_jsonl
+from kvcache_compress.modeling.hub import check_hub
 from kvcache_compress.validation import quoted, require
 
-Version = Literal["v1", "e", "v2"]
+Version = Literal["v1", "e"]
 
-HUB = {"v1": "zai-org/LongBench", "e": "zai-org/LongBench", "v2": "zai-org/LongBench-v2"}
-"""Datasets of the hub by version."""
+HUB = "zai-org/LongBench"
+"""The benchmark's own dataset on the hub."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Task:
 
     Attributes:
         name: the benchmark's name for it.
-        group: one of the six groups in the benchmark's tables; `multiple_choice` for v2.
+        group: one of the six groups in the benchmark's tables.
         metric: a key of `scores.METRICS`.
         max_new_tokens: tokens to generate.
         language: `en` or `zh`.
@@ -77,7 +76,6 @@ TASKS: dict[str, Task] = {
         Task("repobench-p", "code", "code_similarity", 64, **_CODE),
     )
 }
-V2 = Task("longbench-v2", "multiple_choice", "multiple_choice", 128)
 GROUPS = tuple(dict.fromkeys(task.group for task in TASKS.values()))
 
 
@@ -88,30 +86,28 @@ class Row:
     Attributes:
         task: its task.
         number: its index among the task's rows.
-        fields: values of a template's placeholders: `context`, `input`, and `A` to `D` for v2.
+        context: the long text.
+        input: the question, or what else follows the text.
         answers: all right answers.
         classes: names of all classes if the task is a classification; otherwise empty.
-        labels: what scores are broken down by: the length band (E), or difficulty and length (v2).
+        band: the length band of LongBench-E; None in v1.
     """
 
     task: Task
     number: int
-    fields: Mapping[str, str]
+    context: str
+    input: str
     answers: tuple[str, ...]
     classes: tuple[str, ...]
-    labels: tuple[str, ...]
+    band: str | None
 
 
 def resolve_tasks(names: Sequence[str], version: Version) -> list[Task]:
     """Resolve names to tasks. A group or a language (`en`, `zh`) stands for all of its tasks; no names, for all tasks.
 
     Raises:
-        ValueError: A name is none of these, or v2, which has one task only, gets names.
+        ValueError: A name is none of these.
     """
-    if version == "v2":
-        if names:
-            raise ValueError(f"tasks={list(names)} has no effect with version v2, which has one task; drop it")
-        return [V2]
     known = [task for task in TASKS.values() if version == "v1" or task.in_e]
     for name in names:
         if not any(name in (task.name, task.group, task.language) for task in known):
@@ -124,8 +120,8 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     """Load the rows of tasks, in the benchmark's order of tasks.
 
     Args:
-        data: a folder with `TASK.jsonl` (`TASK_e.jsonl` for E, `data.json` for v2), one such file, or a dataset of the
-            hub; by default the benchmark's own dataset.
+        data: a folder with `TASK.jsonl` (`TASK_e.jsonl` for E), one such file, or a dataset of the hub; by default the
+            benchmark's own dataset.
         version: the version of the benchmark.
         names: see `resolve_tasks`. A folder must have the tasks that are named one by one; of groups it may lack some.
 
@@ -134,14 +130,15 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
         OSError: The hub cannot be reached, or has no such dataset.
     """
     tasks = resolve_tasks(names, version)
-    source = HUB[version] if data is None else data
-    path, stems = Path(source), {task: _file_stem(task, version) for task in tasks}
+    source = HUB if data is None else data
+    path, stems = Path(source), {task: f"{task.name}_e" if version == "e" else task.name for task in tasks}
     if isfile(path):
-        rows_by_task = {task: _read(path) for task, stem in stems.items() if len(tasks) == 1 or stem == path.stem}
+        rows_by_task = {
+            task: read_jsonl(path, ()) for task, stem in stems.items() if len(tasks) == 1 or stem == path.stem
+        }
     elif isdir(path):
-        files = {task: [path / f"{stem}{suffix}" for suffix in (".jsonl", ".json")] for task, stem in stems.items()}
-        found = {task: next((file for file in of_task if file.is_file()), None) for task, of_task in files.items()}
-        rows_by_task = {task: _read(file) for task, file in found.items() if file is not None}
+        files = {task: path / f"{stem}.jsonl" for task, stem in stems.items()}
+        rows_by_task = {task: read_jsonl(file, ()) for task, file in files.items() if file.is_file()}
     elif source.count("/") == 1 and not path.suffix.startswith(".json"):
         rows_by_task = {task: hub_rows(source, stem) for task, stem in stems.items()}
     else:
@@ -159,19 +156,6 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
 def length_band(length: int) -> str:
     """LongBench-E's band of a length in words (characters for Chinese)."""
     return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
-
-
-def _file_stem(task: Task, version: Version) -> str:
-    return "data" if version == "v2" else f"{task.name}_e" if version == "e" else task.name
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if path.suffix != ".json":
-        return read_jsonl(path, ())
-    rows = parse_json(read_text(path), str(path))
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        raise ValueError(f"{path}: must be a list of JSON objects, with at least one")
-    return rows
 
 
 def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
@@ -193,12 +177,13 @@ def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
 
 
 def _fetch(name: str, stem: str) -> list[dict[str, Any]]:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
 
     datasets = require("datasets", "data sets on the hub", "datasets")
-    check_hub(name)
+    if not constants.HF_HUB_OFFLINE:
+        check_hub(name, "dataset")
     try:
-        return list(next(iter(datasets.load_dataset(name, None if stem == "data" else stem).values())))
+        return list(next(iter(datasets.load_dataset(name, stem).values())))
     except RuntimeError as error:
         if "script" not in str(error):
             raise
@@ -211,22 +196,12 @@ def _fetch(name: str, stem: str) -> list[dict[str, Any]]:
             return read_jsonl(Path(archive.extract(member, folder)), ())
 
 
-def _parse(raw: Mapping[str, Any], task: Task, number: int, version: Version, where: str) -> Row:
-    answer = "answer" if version == "v2" else "answers"
-    if version == "v2":
-        needed = ["context", answer, "difficulty", "length", "question", *(f"choice_{letter}" for letter in "ABCD")]
-    else:
-        needed = ["context", answer, "input", *(["length"] if version == "e" else [])]
-        needed += ["all_classes"] if task.metric == "classification" else []
-    check_columns(dict(raw), needed, where)
-    answers = [raw[answer]] if isinstance(raw[answer], str) else raw[answer]
+def _parse(raw: dict[str, Any], task: Task, number: int, version: Version, where: str) -> Row:
+    needed = ["context", "answers", "input", *(["length"] if version == "e" else [])]
+    check_columns(raw, [*needed, *(["all_classes"] if task.metric == "classification" else [])], where)
+    answers = [raw["answers"]] if isinstance(raw["answers"], str) else raw["answers"]
     if not (isinstance(answers, list) and answers and all(isinstance(text, str) for text in answers)):
-        raise ValueError(f"{where}: {answer}={quoted(answers)} must be a text or a list of texts, with at least one")
-    if version == "v2":
-        fields = {letter: str(raw[f"choice_{letter}"]).strip() for letter in "ABCD"}
-        fields |= {"context": str(raw["context"]).strip(), "input": str(raw["question"]).strip()}
-        labels = [str(raw["difficulty"]), str(raw["length"])]
-    else:
-        fields = {"context": str(raw["context"]), "input": str(raw["input"])}
-        labels = [length_band(int(raw["length"]))] if version == "e" else []
-    return Row(task, number, fields, tuple(answers), tuple(raw.get("all_classes") or ()), tuple(labels))
+        raise ValueError(f"{where}: answers={quoted(answers)} must be a text or a list of texts, with at least one")
+    band = length_band(int(raw["length"])) if version == "e" else None
+    classes = tuple(raw.get("all_classes") or ())
+    return Row(task, number, str(raw["context"]), str(raw["input"]), tuple(answers), classes, band)

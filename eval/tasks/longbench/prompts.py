@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,48 +12,38 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcache_compress.files.text import parse_json, read_text, read_yaml
 
-from .data import V2, Task
+from .data import Task
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.yaml")
-_PLACEHOLDER = re.compile(r"\{(\w+)\}|\$([A-Z_]+)\$")
-_PUBLISHED_V2 = {"DOC": "context", "Q": "input", "C_A": "A", "C_B": "B", "C_C": "C", "C_D": "D"}
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _CONTENT = "THE PROMPT ITSELF"
 
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt, split after its context, with placeholders `{name}` for a row's fields."""
+    """A prompt, split after its context, with the placeholders `{context}` and `{input}`."""
 
     before: str
     after: str
 
     @classmethod
-    def parse(cls, text: str, allowed: Sequence[str], where: str) -> Template:
-        """Split a template after its context.
-
-        Args:
-            text: the template, with placeholders such as `{context}`, or `$DOC$` as in the prompts published for v2.
-            allowed: names of the fields.
-            where: the template's name in messages.
+    def parse(cls, text: str, where: str) -> Template:
+        """Split a template after its context; `where` is its name in messages.
 
         Raises:
-            ValueError: A placeholder names no field, or `{context}` does not appear exactly once.
+            ValueError: There is another placeholder, or `{context}` does not appear exactly once.
         """
-
-        def rename(match: re.Match[str]) -> str:
-            name = match[1] or _PUBLISHED_V2.get(match[2], match[2])
-            if name not in allowed:
-                known = ", ".join(f"{{{name}}}" for name in allowed)
-                raise ValueError(f"{where}: placeholder {match[0]} must be one of {known}")
-            return f"{{{name}}}"
-
-        parts = _PLACEHOLDER.sub(rename, text).split("{context}")
+        for name in _PLACEHOLDER.findall(text):
+            if name not in ("context", "input"):
+                raise ValueError(f"{where}: placeholder {{{name}}} must be one of {{context}}, {{input}}")
+        parts = text.split("{context}")
         if len(parts) != 2:
             raise ValueError(f"{where}: needs exactly one placeholder {{context}}, but has {len(parts) - 1}")
         return cls(parts[0] + "{context}", parts[1])
 
-    def fill(self, fields: Mapping[str, str]) -> tuple[str, str]:
+    def fill(self, context: str, question: str) -> tuple[str, str]:
         """Fill both parts with a row's fields. Braces in the fields stay as they are."""
+        fields = {"context": context, "input": question}
         before, after = (_PLACEHOLDER.sub(lambda match: fields[match[1]], part) for part in (self.before, self.after))
         return before, after
 
@@ -62,8 +52,8 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
     """Read the templates of tasks.
 
     Args:
-        path: YAML or JSON file with a template by task, such as the benchmark's `dataset2prompt.json`, or for v2 a text
-            file with its one template. By default the package's `prompts.yaml`.
+        path: YAML or JSON file with a template by task, such as the benchmark's `dataset2prompt.json`. By default the
+            package's `prompts.yaml`.
         tasks: tasks whose templates are read.
 
     Raises:
@@ -71,20 +61,12 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
     """
     path = path or OWN_PROMPTS
     name = f"prompts={str(path)!r}"
-    if path.suffix in (".txt", ".json"):
-        text = read_text(path, name)
-        texts = {V2.name: text} if path.suffix == ".txt" else parse_json(text, name)
-    else:
-        texts = read_yaml(path, name)
+    texts = parse_json(read_text(path, name), name) if path.suffix == ".json" else read_yaml(path, name)
     if not isinstance(texts, dict) or not all(isinstance(template, str) for template in texts.values()):
         raise ValueError(f"{name}: must be a mapping of task names to templates, which are texts")
     if missing := [task.name for task in tasks if task.name not in texts]:
         raise ValueError(f"{name}: no template for {', '.join(missing)}")
-    templates = {}
-    for task in tasks:
-        fields = ["context", "input", *("ABCD" if task is V2 else "")]
-        templates[task] = Template.parse(texts[task.name], fields, f"{name}, {task.name}")
-    return templates
+    return {task: Template.parse(texts[task.name], f"{name}, {task.name}") for task in tasks}
 
 
 class EncodedPrompt(NamedTuple):

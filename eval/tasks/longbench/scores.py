@@ -1,7 +1,7 @@
 """LongBench's metrics, and the averages of its tables.
 
 A metric takes a prediction and one right answer and returns 0 to 1, as LongBench's own `metrics.py` and `eval.py` do
-(Bai et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` is the best over all right answers.
+(Bai et al., 2023, section 4 and table 1). `best_score` is the best over all right answers.
 """
 
 from __future__ import annotations
@@ -101,18 +101,10 @@ def code_similarity(prediction: str, answer: str) -> float:
     return round(fuzz.ratio(code, answer)) / 100
 
 
-def multiple_choice(prediction: str, answer: str) -> float:
-    """1 if the prediction says `The correct answer is (X)` with the right letter, with or without brackets."""
-    said = prediction.replace("*", "")
-    match = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
-    return float(match is not None and match.group(1) == answer)
-
-
 METRICS: dict[str, Callable[..., float]] = {
     metric.__name__: metric
     for metric in (
         qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, retrieval_zh, code_similarity,
-        multiple_choice,
     )
 }  # fmt: skip
 

@@ -13,8 +13,6 @@ from kvcache_compress.eval.tasks import BENCHMARKS
 from ..console import errors_as_lines
 from .benchmarks import benchmark_command
 from .compare import compare
-from .fetch import fetch
-from .probe import probe
 from .report import report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks and studies of compressed caches.")
@@ -30,5 +28,5 @@ def _add_command(name: str, run: Callable[..., None]) -> None:
 
 for _benchmark in BENCHMARKS:
     _add_command(_benchmark.kind, benchmark_command(_benchmark))
-for _run in (probe, fetch, compare, report):
+for _run in (compare, report):
     _add_command(_run.__name__, _run)

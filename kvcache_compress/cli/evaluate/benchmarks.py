@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -13,26 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcache_compress.eval.caches.caches import full_cache
+from kvcache_compress.eval.caches.peers import PEERS
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, ResultTable
-from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
+from kvcache_compress.eval.tasks import make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.modeling.loading import SMOLLM2
-
-from .options import (
-    DEFAULT_CACHES,
-    CacheOption,
-    CodebooksOption,
-    DeviceOption,
-    DtypeOption,
-    FusedOption,
-    ModelOption,
-    SeedOption,
-    StatisticsOption,
-    TableOption,
-)
+from kvcache_compress.validation import LARGEST_SEED
 
 _BOUNDS = {"ge": "min", "le": "max"}
 
@@ -81,15 +72,26 @@ def _option(benchmark: type[Benchmark], name: str) -> inspect.Parameter:
 def measure(
     benchmark: Benchmark,
     *,
-    cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = SMOLLM2,
-    codebooks: CodebooksOption = None,
-    statistics: StatisticsOption = None,
-    output: TableOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-    fused: FusedOption = False,
+    cache: Annotated[
+        list[str],
+        typer.Option(help=f"Preset, YAML file or peer ({', '.join(PEERS)}); PRESET@sinks=0,recent=0. Repeatable."),
+    ] = ["turboquant-4bit", "turboquant-2bit"],  # noqa: B006
+    model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")] = SMOLLM2,
+    codebooks: Annotated[
+        Path | None,
+        typer.Option(help="Codebooks of `kvcache-compress calibrate`, for CommVQ.", exists=True, dir_okay=False),
+    ] = None,
+    statistics: Annotated[
+        Path | None,
+        typer.Option(help="Statistics of `kvcache-compress calibrate`, for spectral.", exists=True, dir_okay=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File of results (.jsonl), a line per cache; a later run continues there.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=LARGEST_SEED)] = 0,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="Device; by default the accelerator if there is one.")] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="Attend over the codes instead of decoding them.")] = False,
 ) -> list[Cell]:
     """Run a benchmark for the full cache and those given by name.
 

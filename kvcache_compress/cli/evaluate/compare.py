@@ -10,7 +10,6 @@ import typer
 from kvcache_compress.eval.reporting.report import write_report
 from kvcache_compress.eval.runner import comparison as comparisons
 from kvcache_compress.eval.runner.comparison import Comparison
-from kvcache_compress.eval.runner.fetch import remedy
 from kvcache_compress.eval.runner.processes import LaunchedProcesses
 from kvcache_compress.eval.runner.progress import ProgressLine
 
@@ -29,12 +28,6 @@ def compare(
         if output is not None:
             comparison = comparison.model_copy(update={"output": output})
         try:
-            if missing := comparison.missing():
-                told = _tell_missing([path for paths in missing.values() for path in paths])
-                if set(comparison.benchmarks) <= set(missing):
-                    raise ValueError(told)
-                if main_process:
-                    typer.echo(f"warning: {told}", err=True)
             cells, problems = comparisons.compare(comparison, processes, ProgressLine() if main_process else None)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
@@ -50,11 +43,3 @@ def compare(
             typer.echo(f"report: {comparison.output.with_suffix('.html')}")
     if problems or any(cell.error is not None for cell in cells):
         raise typer.Exit(1)
-
-
-def _tell_missing(paths: list[Path]) -> str:
-    """One line about missing files, with the command that makes them if there is one."""
-    paths = list(dict.fromkeys(paths))
-    shown = ", ".join(map(str, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
-    command = remedy(paths)
-    return f"missing {shown}" + (f"; run `{command}`" if command else "")

@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 from support.cache_name import with_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.models.small_model import small_model
+from transformers import LlamaForCausalLM
 
 from kvcache_compress.eval.caches import peers
 from kvcache_compress.eval.caches.caches import CacheSpec, Measured
@@ -20,17 +21,7 @@ needs_hqq = pytest.mark.skipif(importlib.util.find_spec("hqq") is None, reason="
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    return LlamaForCausalLM(config).eval()
+    return small_model(head_dim=64)
 
 
 @torch.inference_mode()

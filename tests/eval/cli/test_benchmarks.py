@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.runner.table import read_cells
-from kvcache_compress.eval.tasks import BENCHMARKS
-from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark, register_benchmark
+from kvcache_compress.eval.tasks import BENCHMARKS, make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.eval.tasks.needle import Needle
 
 
@@ -89,8 +89,3 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
 def test_bad_options(kind: str, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         make_benchmark(kind, options)
-
-
-def test_kinds_are_registered_once() -> None:
-    with pytest.raises(ValueError, match="benchmark='perplexity'"):
-        register_benchmark("perplexity")(Needle)

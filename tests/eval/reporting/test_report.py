@@ -1,6 +1,5 @@
 """Tables and reports of a comparison whose figures can be computed by hand."""
 
-import csv
 import dataclasses
 import math
 import re
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.reporting.plots import needle_grids, plot_needles, plot_pareto
-from kvcache_compress.eval.reporting.report import to_csv, to_html, to_markdown, write_report
+from kvcache_compress.eval.reporting.report import to_html, to_markdown, write_report
 from kvcache_compress.eval.reporting.tables import MAX_KL, Table, standard_error, tables
 from kvcache_compress.eval.runner.table import Cell, ResultTable
 
@@ -89,16 +88,6 @@ def test_tasks_are_averaged_before_their_errors() -> None:
     assert standard_error(one, None) == pytest.approx(math.sqrt(0.5 / 2 + 0.02 / 2) / 2)
 
 
-def test_csv_has_a_line_per_cell(table: Table) -> None:
-    lines = list(csv.DictReader(to_csv([table]).splitlines()))
-    assert len(lines) == len(comparison())
-    by_name = {(line["cache"], line["benchmark"]): line for line in lines}
-    assert float(by_name["tq-2", "a-needle"]["difference"]) == -0.25
-    assert by_name["hqq-4", "a-needle"]["score"] == ""
-    assert by_name["tq-4", "wiki"]["scores.other"] == "1.5"
-    assert (by_name["tq-4", "wiki"]["packed_tokens"], by_name["tq-4", "wiki"]["commit"]) == ("900", "abc123")
-
-
 def test_names_and_messages_are_escaped(table: Table) -> None:
     markdown = to_markdown([table])
     heads = [line for line in markdown.splitlines() if line.startswith("|")]
@@ -131,7 +120,7 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["report", str(path)])
     assert ran.exit_code == 0, ran.output
     written = [Path(line) for line in ran.output.splitlines()]
-    assert [one.suffix for one in written] == [".md", ".csv", ".html", *[".png"] * 6]
+    assert [one.suffix for one in written] == [".md", ".html", *[".png"] * 6]
     assert written == write_report(path)
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 6

@@ -20,9 +20,8 @@ from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, read_cells
-from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
+from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_tokens, cut_windows
-from kvcache_compress.modeling.loading import load_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 8
 SIZES = {"prefix": 64, "scored": 16, "windows": 3}
@@ -166,12 +165,3 @@ def test_command(text: Path, tmp_path: Path) -> None:
     assert cells[0].versions["torch"] == torch.__version__
     assert cells[0].hardware["cores"] > 0
     assert cells[0].command
-
-
-@pytest.mark.slow
-def test_real_model() -> None:
-    benchmark = Perplexity(texts=(DEFAULT_TEXT,), prefix=256, scored=64, windows=1)
-    full, fp8 = Runner(*load_model()).run("perplexity", benchmark, [full_cache(), fp8_cache()])
-    assert 3 < full.scores["perplexity"] < 60
-    assert 0 < fp8.scores["kl"] < 0.05
-    assert fp8.packed_tokens["least"] == 256

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.small_model import method_config, small_model
+from support.models.small_model import small_model
 from support.models.toy_tokenizers import Characters, GivenRun
 from transformers import LlamaForCausalLM
 
-from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
 
@@ -144,15 +142,3 @@ def test_bad_rows(model: LlamaForCausalLM, tmp_path: Path, row: dict[str, Any], 
     path = write(tmp_path / "niah_single_1.jsonl", row)
     with pytest.raises(ValueError, match=message):
         Ruler(data=path, scoring=scoring).samples(model, Characters())
-
-
-def test_caches_are_measured(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    row = {**ROW, "input": "Ann is 7. " * 20 + "\nHow old is Ann? Ann is"}
-    path = write(tmp_path / "niah_single_1.jsonl", row)
-    specs = [full_cache(), preset_cache(method_config("turboquant"), name="packed")]
-    for scoring in ("forced", "generate"):
-        full, packed = Runner(model, Characters()).run(
-            "ruler", Ruler(data=path, scoring=scoring, max_new_tokens=3), specs
-        )
-        assert full.error is packed.error is None
-        assert packed.packed_tokens["least"] > 100

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.fake_hub import FakeHub
 from support.models.toy_tokenizers import START, Characters, GivenRun, Words
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -18,7 +17,6 @@ from kvcache_compress.eval.tasks.samples import (
     check_fits,
     force_answer,
     generate_text,
-    load_hub_rows,
     read_jsonl,
     split_ids,
 )
@@ -45,29 +43,6 @@ def test_bad_files(tmp_path: Path, content: str, message: str) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_jsonl(path, ["a"])
-
-
-def test_rows_of_the_hub(hub: FakeHub) -> None:
-    hub.dataset = [{"a": 1}, {"a": 2}]
-    assert load_hub_rows("own/er", "main", "test", ["a"]) == [{"a": 1}, {"a": 2}]
-    assert hub.asked == [(("own/er", "main"), {"split": "test"})]
-    with pytest.raises(ValueError, match="data set own/er, split test: no column b; it has a"):
-        load_hub_rows("own/er", "main", "test", ["a", "b"])
-    hub.dataset = []
-    with pytest.raises(ValueError, match="own/er, split test: no rows"):
-        load_hub_rows("own/er", "main", "test", ["a"])
-
-
-def test_hub_out_of_reach(hub: FakeHub) -> None:
-    hub.error, hub.dataset = RuntimeError("name or service not known"), [{"a": 1}]
-    with pytest.raises(OSError, match=r"own/er: unavailable .*not known.*give a local \.jsonl file"):
-        load_hub_rows("own/er", None, "test", [])
-
-
-def test_local_cache_of_the_hub(hub: FakeHub, offline: None) -> None:
-    """Offline on purpose, nothing is asked of the hub, and the copy in its local cache is read."""
-    hub.error, hub.dataset = RuntimeError("name or service not known"), [{"a": 1}]
-    assert load_hub_rows("own/er", None, "test", ["a"]) == [{"a": 1}]
 
 
 def test_parts_are_cut_from_one_tokenization() -> None:

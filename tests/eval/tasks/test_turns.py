@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.saved_model import saved_model
 from support.models.small_model import method_config, small_model
 from support.models.toy_tokenizers import Letters
 from transformers import DynamicCache, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
-from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.runner.table import Cell, read_cells
-from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
+from kvcache_compress.eval.runner.table import Cell
+from kvcache_compress.eval.tasks import make_benchmark
+from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.scoring import compare_tokens
 from kvcache_compress.eval.tasks.turns import Turns
 
@@ -188,10 +186,7 @@ def test_figures_are_those_of_a_users_own_run(model: LlamaForCausalLM, texts: li
     assert record["packed_tokens"] > 60, "sizes are those after the history"
 
 
-WRONG = ("", "0+20", "20+x", "20 + 30", "20+", "like", "20like", "20+30 like ", "-1", 2.5, "9" * 5000)
-
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", ["", "0+20", "20 + 30", "20+", "20like", 2.5, "9" * 5000])
 def test_bad_cases(case: Any) -> None:
     with pytest.raises(ValueError, match=r"benchmark turns: cases\.1: .* is no case") as caught:
         make_benchmark("turns", {"texts": ["a", "b"], "cases": ["12+20", case]})
@@ -214,16 +209,3 @@ def test_bad_options(model: LlamaForCausalLM, texts: list[Path], tmp_path: Path)
     ):
         (cell,) = run(model, **{"texts": texts[:2], "windows": 2, **given})
         assert error in cell.error
-
-
-def test_command(texts: list[Path], tmp_path: Path) -> None:
-    words = [word for text in texts for word in ("--text", str(text))]
-    words += ["--case", "150+10", "--case", "150+10 like", "--windows", "1", "--scored", "16"]
-    words += ["--cache", "turboquant-4bit"]
-    ran = CliRunner().invoke(app, ["turns", *words, "--output", str(tmp_path / "r.jsonl"), "--model", saved_model()])
-    assert ran.exit_code == 0, ran.output
-    assert "turboquant-4bit" in ran.stdout
-    full, cell = read_cells(tmp_path / "r.jsonl")
-    assert full.scores["kl"] < 1e-9
-    assert {"kl", "kl.150+10", "kl.150+10 like"} <= cell.scores.keys()
-    assert [Path(name).name for name in full.benchmark["options"]["texts"]] == list(NAMES)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from support.cache_name import with_cache
 from support.models.saved_model import saved_model
 from support.models.small_model import small_model
 from support.models.toy_tokenizers import Letters
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
 from kvcache_compress import CompressedCache, load_config
@@ -22,7 +22,8 @@ from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.tasks.perplexity import Perplexity
-from kvcache_compress.eval.tuning.sensitivity import Sensitivity, Sides, measure, with_bits
+from kvcache_compress.eval.tasks.scoring import compare_tokens
+from kvcache_compress.eval.tuning.sensitivity import Choices, Sensitivity, measure, with_bits
 from kvcache_compress.eval.tuning.tune import Budget, tune
 
 CONFIG = {
@@ -66,15 +67,7 @@ def three_layers() -> PreTrainedModel:
     return model
 
 
-METHODS: dict[Side, tuple[str, ...]] = {"keys": ("turboquant", "kivi"), "values": ("turboquant",)}
-CHOICES: Sides = {
-    side: [with_bits(SideConfig.of({"method": method, "bits": 2}), LEVELS) for method in methods]
-    for side, methods in METHODS.items()
-}
-REFERENCES: dict[Side, list[int]] = {
-    side: [[choice.options().bits for choice in of].index(2) for of in CHOICES[side]]  # type: ignore[attr-defined]
-    for side in SIDES
-}
+CHOICES: Choices = {side: with_bits(SideConfig.of({"method": "turboquant", "bits": 2}), LEVELS) for side in SIDES}
 
 
 def samples(text: Path) -> Any:
@@ -84,8 +77,7 @@ def samples(text: Path) -> Any:
 @pytest.fixture(scope="module")
 def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sensitivity, Path]:
     record = tmp_path_factory.mktemp("tuning") / "measured.json"
-    config, ends = load_config(CONFIG), [(4, 8), (4, 64)]
-    return measure(three_layers(), samples(text), config, CHOICES, REFERENCES, record, ends=ends), record
+    return measure(three_layers(), range(3), samples(text), load_config(CONFIG), CHOICES, record), record
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
@@ -93,12 +85,30 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     return ModelShape(config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
+@torch.inference_mode()
+def test_a_side_is_measured_alone(measured: tuple[Sensitivity, Path], text: Path) -> None:
+    """The KL of one side of a layer is that of the model's own prefills and steps with only this side compressed."""
+    found, model = measured[0], three_layers()
+    alone = {**CONFIG, "keys": {"method": "none"}, "layers": [{"match": [0, 1], "method": "none"}]}
+    kl = []
+    for sample in samples(text):
+        tokens = torch.tensor(sample.data["continuation"])
+        logits = []
+        for cache in (DynamicCache(config=model.config), CompressedCache(model.config, alone)):
+            parts = [model(input_ids=part, **with_cache(cache)).logits[0] for part in (sample.prompt, tokens[None])]
+            logits.append(torch.cat([parts[0][-1:], parts[1]]))
+        kl.append(compare_tokens(*logits, tokens)[1].mean().item())
+    assert found.alone[2, "values"] == pytest.approx(sum(kl) / 2, rel=1e-3)
+    assert kl[0] > 1e-6
+
+
 def test_harmless_layers_pay(measured: tuple[Sensitivity, Path]) -> None:
     """The layer that does nothing gets the fewest bits; the config fits the budget and is expected to lose less."""
     found, _ = measured
     shape = shape_of(three_layers())
-    assert found.alone[0, "keys", 0] == pytest.approx(0, abs=1e-9)
-    assert found.curves["values"][0] == sorted(found.curves["values"][0], reverse=True)
+    assert found.alone[0, "keys"] == pytest.approx(0, abs=1e-9)
+    assert found.curves["values"] == sorted(found.curves["values"], reverse=True)
+    assert found.curves["values"][LEVELS.index(2)] == 1
     budget = Budget(shape, 2 + 16 / shape.head_dim)
     tuned = tune(found, load_config(CONFIG), CHOICES, budget)
     plans = tuned.config.plan(["full_attention"] * 3)
@@ -111,73 +121,35 @@ def test_harmless_layers_pay(measured: tuple[Sensitivity, Path]) -> None:
     assert not tuned.uniform.layers
 
 
-def test_methods_and_dense_tokens_are_chosen_too(measured: tuple[Sensitivity, Path]) -> None:
-    """Each side gets the method that loses least there; a longer window is chosen where bytes allow and it pays."""
-    found, _ = measured
-    shape, base = shape_of(three_layers()), load_config(CONFIG)
-    better = {(*key[:2], 1): loss / 100 for key, loss in found.alone.items() if key == (2, "keys", 0)}
-    chosen = replace(found, alone=found.alone | better)
-    plans = tune(chosen, base, CHOICES, Budget(shape, 4.0)).config.plan(["full_attention"] * 3)
-    assert plans[2].keys.method == "kivi"
-    assert {plan.values.method for plan in plans} == {"turboquant"}
-    memory = total_bytes(base, shape.layers, shape.kv_heads, shape.head_dim, 4096) * 1.2
-    budget = Budget(shape, None, memory, 4096)
-    for factor, recent in ((1.1, 8), (0.01, 64)):
-        tuned = tune(replace(found, ends={(4, 8): 1.0, (4, 64): factor}), base, CHOICES, budget)
-        assert tuned.config.recent_tokens == tuned.uniform.recent_tokens == recent
-        assert {plan.recent_tokens for plan in tuned.config.plan(["full_attention"] * 3)} == {recent}
-        assert total_bytes(tuned.config, shape.layers, shape.kv_heads, shape.head_dim, 4096) <= memory
-
-
-def invented(layers: tuple[int, ...], losses: dict[tuple[int, Side], float]) -> Sensitivity:
-    """A sensitivity of layers at these places; errors fall by four per bit."""
-    plan = load_config(CONFIG).plan(["full_attention"])[0]
-    return Sensitivity(
-        {
-            (layer, side, m): losses[layer, side]
-            for layer in layers
-            for side in SIDES
-            for m in range(len(CHOICES[side]))
-        },
-        {side: [[4.0 ** -choice.options().bits for choice in of] for of in CHOICES[side]] for side in SIDES},  # type: ignore[attr-defined]
-        REFERENCES,
-        {(4, 8): 1.0},
-        dict.fromkeys(layers, plan),
-    )
+def invented(losses: dict[tuple[int, Side], float]) -> Sensitivity:
+    """A sensitivity with these losses at 2 bits; errors fall by four per bit."""
+    return Sensitivity(losses, {side: [4.0 ** (2 - bits) for bits in LEVELS] for side in SIDES})
 
 
 def test_layers_of_other_kinds_keep_their_places() -> None:
     """Rules name the model's own layers, while a budget counts the full-attention ones alone."""
     losses = {(layer, side): 1e-2 if layer == 3 else 1e-5 for layer in (1, 3) for side in SIDES}
     shape = ModelShape(2, 4, 2, 32)
-    tuned = tune(invented((1, 3), losses), load_config(CONFIG), CHOICES, Budget(shape, 3.0))
+    tuned = tune(invented(losses), load_config(CONFIG), CHOICES, Budget(shape, 3.0))
     plans = tuned.config.plan(["sliding_attention", "full_attention"] * 2)
     bits = {layer: plans[layer].keys.options().bits for layer in (1, 3)}  # type: ignore[attr-defined]
     assert bits[3] > bits[1] >= 1
     assert tuned.expected < tuned.expected_uniform
 
 
-def test_a_rule_that_inherits_other_options_is_refused() -> None:
-    """A choice of the base's method, with options that a rule cannot undo, would not be what was measured."""
-    base = load_config({**CONFIG, "keys": {"method": "turboquant", "bits": 2, "codebook": "lloyd_max"}})
-    losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
-    with pytest.raises(ValueError, match="method turboquant has other options in --base than in --also"):
-        tune(invented((0, 1), losses), base, CHOICES, Budget(ModelShape(2, 4, 2, 32), 3.0))
-
-
-def test_one_method_everywhere_where_a_mixture_does_not_fit() -> None:
+def test_large_and_small_budgets() -> None:
     """A large budget is no more than all choices cost, and the smallest is met by the cheapest choices alone."""
     losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
     shape, base = ModelShape(2, 4, 2, 32), load_config(CONFIG)
-    assert tune(invented((0, 1), losses), base, CHOICES, Budget(shape, None, 10**12, 4096)).expected < 2.6e-4
-    cheapest = base.changed(keys=CHOICES["keys"][0][0], values=CHOICES["values"][0][0])
+    assert tune(invented(losses), base, CHOICES, Budget(shape, None, 10**12, 4096)).expected < 2.6e-4
+    cheapest = base.changed(keys=CHOICES["keys"][0], values=CHOICES["values"][0])
     least = total_bytes(cheapest, shape.layers, shape.kv_heads, shape.head_dim, 400)
-    tuned = tune(invented((0, 1), losses), base, CHOICES, Budget(shape, None, least, 400))
+    tuned = tune(invented(losses), base, CHOICES, Budget(shape, None, least, 400))
     assert total_bytes(tuned.config, shape.layers, shape.kv_heads, shape.head_dim, 400) <= least
     with pytest.raises(ValueError, match=r"exceed it by .* \(12 tokens of each sequence stay dense\)"):
-        tune(invented((0, 1), losses), base, CHOICES, Budget(shape, None, 0.5 * least, 400))
+        tune(invented(losses), base, CHOICES, Budget(shape, None, 0.5 * least, 400))
     with pytest.raises(ValueError, match="12 tokens stay dense, so nothing would be packed"):
-        tune(invented((0, 1), losses), base, CHOICES, Budget(shape, None, least, 12))
+        tune(invented(losses), base, CHOICES, Budget(shape, None, least, 12))
 
 
 def test_an_interrupted_measurement_goes_on(measured: tuple[Sensitivity, Path], text: Path, tmp_path: Path) -> None:
@@ -191,15 +163,14 @@ def test_an_interrupted_measurement_goes_on(measured: tuple[Sensitivity, Path], 
 
     def again(config: CompressionConfig) -> Sensitivity:
         return measure(
-            model, samples(text), config, CHOICES, REFERENCES, tmp_path / "measured.json",
-            lambda *report: reports.append(report), ends=[(4, 8), (4, 64)],
+            model, range(3), samples(text), config, CHOICES, tmp_path / "measured.json",
+            lambda *report: reports.append(report),
         )  # fmt: skip
 
     repeated = again(config)
     assert reports[0][:2] == (10, len(names))
     assert repeated.alone == pytest.approx(found.alone)
-    assert repeated.curves == {side: [pytest.approx(x) for x in curves] for side, curves in found.curves.items()}
-    assert repeated.ends == pytest.approx(found.ends)
+    assert repeated.curves == {side: pytest.approx(curve) for side, curve in found.curves.items()}
     again(config.changed(recent_tokens=16))
     assert reports[len(names) - 10 + 1][0] == 0, "what was measured with another window does not count"
 
@@ -235,7 +206,6 @@ def test_command_refuses_in_a_sentence(text: Path, tmp_path: Path) -> None:
         (("--bits", "3"), "--output is missing"),
         (output, "give either --bits, or --memory"),
         ((*output, "--memory", "2GB"), "needs --context"),
-        ((*output, "--bits", "3", "--recent", "32", "--recent", "64"), "repeated only with --memory"),
         ((*output, "--bits", "3", "--batch", "2"), "have no effect with --bits"),
         ((*small, "--bits", "3", "--check-text", str(text.parent)), "is measured on too"),
         ((*small[2:], "--verify", "turboquant-3bit", "--prefix", "60"), "nothing is packed"),

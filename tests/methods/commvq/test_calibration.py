@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvcache_compress.cache.by_method import CommVQCache
 from kvcache_compress.cli import app
-from kvcache_compress.cli import calibrate as command
+from kvcache_compress.eval.runner import progress
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
@@ -161,7 +161,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command prints progress with the remaining time, a table of losses, and the file's size and cost."""
-    monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
     monkeypatch.setattr(commvq, "QUICK_SCHEDULE", SHORT)
     text, output = tmp_path / "text.txt", tmp_path / "books.safetensors"
     text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
@@ -169,8 +169,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options += ["--model", saved_model(), "--centres", "8", "--groups", "2", "--key-rounds", "2", "--value-rounds", "2"]
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["calibrate", *options])
     assert result.exit_code == 0, result.output
-    assert "reading text: 1 of 2," in result.output
-    assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
+    assert "[1/2] reading text, " in result.output
+    assert re.search(r"\[\d+/\d+\] training, [\d:]+ left", result.output)
     file = read_codebooks(str(output))
     assert file.shape("keys") == (2, 2, 2, 8)
     rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]

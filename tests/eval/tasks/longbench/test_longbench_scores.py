@@ -92,15 +92,6 @@ def test_code_similarity(prediction: str, answer: str, expected: float) -> None:
     assert METRICS["code_similarity"](prediction, answer) == expected
 
 
-def test_multiple_choice() -> None:
-    score = METRICS["multiple_choice"]
-    assert score("I think: The correct answer is (B).", "B") == 1.0
-    assert score("**The correct answer is B**", "B") == 1.0
-    assert score("The correct answer is (A)", "B") == 0.0
-    assert score("B", "B") == 0.0
-    assert score("The correct answer is D, or The correct answer is (B)", "B") == 1.0  # brackets first
-
-
 def test_the_best_of_all_answers_counts() -> None:
     assert best_score("qa_f1", "red", ["blue", "red", "red house"]) == 1.0
     assert first_line("\n\nfirst\nsecond") == "first"
@@ -116,19 +107,11 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         METRICS["qa_f1_zh"]("a", "a")
 
 
-@pytest.mark.parametrize("metric", ["qa_f1", "classification"])
-def test_evaluate_loads_each_metric_by_path(metric: str) -> None:
-    references = [["a red house", "City"], ["return 2"]]
-    predictions = ["City of 2 or 3", "The correct answer is (B), return 2"]
-    extra = {"classes": ["City", "of"]} if metric == "classification" else {}
-    module = evaluate.load(longbench_metric.__file__, metric)
-    computed = module.compute(predictions=predictions, references=references, **extra)
-    expected = [
-        best_score(metric, prediction, wanted, **extra)
-        for prediction, wanted in zip(predictions, references, strict=True)
-    ]
-    assert computed == {metric: sum(expected) / 2}
-    assert sum(expected) > 0
+def test_evaluate_loads_a_metric_by_path() -> None:
+    predictions, references = ["City of 2 or 3", "Food"], [["a red house", "City"], ["Country"]]
+    module = evaluate.load(longbench_metric.__file__, "classification")
+    computed = module.compute(predictions=predictions, references=references, classes=["City", "of"])
+    assert computed == {"classification": 0.25}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""The public data of the comparisons, from folders and from an imitated hub, and hosts that are down."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fetch_data
+import pytest
+from support.models.fake_hub import FakeHub
+from support.paths import ROOT
+from support.scripts import run_script
+
+from kvcache_compress.files.text import read_yaml
+
+
+def test_data_come_from_a_folder_and_replace_nothing(tmp_path: Path) -> None:
+    source, output = tmp_path / "source", tmp_path / "checkout"
+    for name in fetch_data.FILES:
+        path = source / name.removeprefix("data/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    mine = output / "data/wikitext-2/valid.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    done = run_script(fetch_data.main, "--from", str(source), "--output", str(output))
+    assert done.exit_code == 0, done.output
+    assert done.output.count("not the version of the committed results") == len(fetch_data.FILES)
+    assert mine.read_text() == "mine"
+    assert (output / "data/essays/vb.txt").read_text() == "data/essays/vb.txt"
+
+
+def test_rows_of_the_hub_become_the_files_byte_for_byte(hub: FakeHub) -> None:
+    text = "Title \n \n a line \n"
+    hub.dataset = [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
+    assert fetch_data.wikitext("") == text
+    hub.dataset = [{"answer": "ü", "question": f"{number}", "more": 1} for number in range(500)]
+    lines = fetch_data.gsm8k("").splitlines()
+    assert (len(lines), lines[0]) == (400, '{"question": "0", "answer": "\\u00fc"}')
+    hub.dataset = {"test": [{"context": "ü", "_id": number} for number in range(200)]}
+    lines = fetch_data.multi_news("").splitlines()
+    assert (len(lines), lines[0]) == (60, '{"context": "ü", "_id": 0}')
+
+
+def test_a_host_that_is_down_is_asked_once(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def down(*_: Any, **__: Any) -> None:
+        asked.append(1)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(fetch_data.urllib.request, "urlopen", down)
+    monkeypatch.setattr(datasets, "load_dataset", down)
+    done = run_script(fetch_data.main, "--output", str(tmp_path))
+    assert done.exit_code == 1
+    assert len(asked) == 4, "three data sets of the hub, and GitHub for all essays"
+    assert done.output.count("; give a folder that has it, with --from") == len(fetch_data.FILES)
+
+
+def test_comparisons_name_only_files_that_can_be_brought() -> None:
+    made = {f"texts/compare/{kind}.txt" for kind in ("essays", "news", "code", "mathematics", "help")}
+    for path in sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml")):
+        for options in read_yaml(path)["benchmarks"].values():
+            named = {*options.get("texts", ()), *([options["data"]] if "data" in options else [])}
+            assert named <= {*fetch_data.FILES, *made}, path
