@@ -42,11 +42,6 @@ CASES = {
     ],
     "sm_80, oldest Triton": [f"{PLAN}decoding_repeats_all_launches[turned-growing]"],
     "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],
-    "sm_100": [
-        f"{FLUSH}[0-4]",
-        f"{ATTENTION}[commvq-bfloat16]",
-        "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
-    ],
 }
 
 

@@ -66,7 +66,7 @@ BARRIER, LOAD, STORE = (
     r"(ld\.global\S* [^;]*\[ %rd\d+ \+ )0( \];)",
     r"(st\.global\S* \[ %rd\d+ \+ )0( \])",
 )
-HOPPER = {
+FAULTS: dict[str, tuple[str, str, Edit, str]] = {
     "no wait for copies": ("4-bit", "attend", all_of(r"cp\.async\.wait_group[^;]*;"), UNWAITED),
     "wait for fewer copies": ("4-bit", "attend", later, UNWAITED),
     "no groups of copies": ("4-bit", "attend", all_of(r"cp\.async\.commit_group[^;]*;"), UNWAITED),
@@ -104,28 +104,9 @@ HOPPER = {
     "registers without a fence": ("warpgroup", "attend", all_of(r"wgmma\.fence[^;]*;"), "registers that no fence"),
     "memory without a fence": ("warpgroup", "attend", all_of(r"fence\.proxy\.async[^;]*;"), "what no fence shows them"),
 }  # fmt: skip
-BLACKWELL = {
-    "no wait for tensor cores": (
-        "warpgroup", "attend", all_of(r"mbarrier\.try_wait[^;]*;", "mov.pred complete, -1;"),
-        "used before it was waited for",
-    ),
-    "no commit": ("warpgroup", "attend", all_of(r"@\S+ tcgen05\.commit[^;]*;"), "waits for an mbarrier forever"),
-    "memory without a fence": ("warpgroup", "attend", all_of(r"fence\.proxy\.async[^;]*;"), "what no fence shows them"),
-    "no wait for loads": (
-        "warpgroup", "attend", all_of(r"tcgen05\.wait::ld[^;]*;"), "load from tensor memory was not waited for",
-    ),
-    "no wait for stores": (
-        "warpgroup", "attend", all_of(r"tcgen05\.wait::st[^;]*;"), "store to tensor memory was not waited for",
-    ),
-    "no barriers": ("warpgroup", "attend", all_of(BARRIER), "by another warp"),
-    "columns that are not allocated": (
-        "warpgroup", "attend", one_of(r"(tcgen05\.mma\S+ \[ %r\d+ \+ )0", r"\g<1>512"), "outside tensor memory",
-    ),
-}  # fmt: skip
-FAULTS: dict[str | None, dict[str, tuple[str, str, Edit, str]]] = {"sm_90": HOPPER, "sm_100": BLACKWELL}
-pytestmark = pytest.mark.skipif(EMULATED not in FAULTS, reason="the kernels that are edited are compiled for a GPU")
+pytestmark = pytest.mark.skipif(EMULATED != "sm_90", reason="the kernels that are edited are compiled for sm_90")
 ALONE = [("float32", "attend", 14), ("4-bit", "map_query", 7), ("4-bit", "merge", 14)]
-"""Kernels of sm_90, and how many of their first barriers are removed, one at a time."""
+"""Kernels, and how many of their first barriers are removed, one at a time."""
 
 
 @pytest.fixture
@@ -177,14 +158,13 @@ def test_unchanged_kernels_are_clean(name: str, attend: Any) -> None:
     assert attend(name, "attend", unchanged) == []
 
 
-@pytest.mark.parametrize("name", FAULTS.get(EMULATED, {}))
+@pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_noticed(name: str, attend: Any) -> None:
-    case, kernel, edit, expected = FAULTS[EMULATED][name]
+    case, kernel, edit, expected = FAULTS[name]
     noticed = attend(case, kernel, edit)
     assert any(expected in line for line in noticed), noticed
 
 
-@pytest.mark.skipif(EMULATED != "sm_90", reason="the barriers are those of sm_90")
 @pytest.mark.parametrize(("case", "kernel", "number"), [(*kernel, i) for *kernel, count in ALONE for i in range(count)])
 def test_a_barrier_less_is_noticed(case: str, kernel: str, number: int, attend: Any) -> None:
     noticed = attend(case, kernel, one_of(BARRIER, number=number))
