@@ -137,17 +137,6 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_128_candidates_stay_dense(cut: list[int]) -> None:
-    """Models receive them together with the token before them."""
-    windows = {"sink_tokens": SINKS, "recent_tokens": RECENT}
-    cache = CompressedCache(small_config(1), {**CONFIGS["turboquant"], **windows})
-    for x in torch.randn(1, HEADS, 200, HEAD_DIM, generator=torch.Generator().manual_seed(0)).split([71, 129], 2):
-        cache.update(x, x, 0)
-    assert cache.packed_tokens == 32
-    cache.crop(-128)
-    assert not cut
-
-
 def drafts(way: str, assistant: Any, count: int) -> dict[str, Any]:
     if way == "prompt-lookup":
         return {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": 1}

@@ -7,7 +7,7 @@ import torch
 from support.cache_name import with_cache
 from support.oracle import FEW, label
 
-from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress import disable_fused_attention, enable_fused_attention
 
 WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
@@ -43,17 +43,6 @@ def test_fused_equals_not_fused(
         assert cache.packed_tokens >= 32
     assert outputs[0].shape[1] == 50 + NEW
     assert torch.equal(*outputs)
-
-
-def test_speculative_without_compression_is_greedy(tiny_model: Any, assistant: Any, ids: torch.Tensor) -> None:
-    """With a window so wide that nothing is packed, assisted generation gives the greedy tokens."""
-    prompt = ids[:1, :50]
-    plain = tiny_model.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    config = {"keys": "turboquant", "values": "turboquant", "recent_tokens": 512}
-    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
-        cache = CompressedCache(tiny_model.config, config)
-        got = tiny_model.generate(prompt, **with_cache(cache), max_new_tokens=NEW, do_sample=False, **how)
-        assert torch.equal(got, plain)
 
 
 @few

@@ -22,20 +22,6 @@ def compressed(cache: Any) -> list[Any]:
 
 
 @few
-def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
-    """A later token of a step has no effect on the earlier ones."""
-    changed = ids[:, 60:66].clone()
-    changed[:, -1] = (changed[:, -1] + 1) % 128
-    one, other = case.cache(), case.cache()
-    for cache in (one, other):
-        case.feed(cache, ids[:, :60])
-    got, expected = case.feed(one, ids[:, 60:66]), case.feed(other, changed)
-    assert one.packed_tokens > 0
-    torch.testing.assert_close(got[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
-    assert (got[:, -1] - expected[:, -1]).abs().max() > 0.1
-
-
-@few
 def test_masked_tokens_are_not_attended(case: Any, ids: torch.Tensor) -> None:
     """A mask over packed tokens changes the logits of its row only."""
     mask = torch.ones(2, 70, dtype=torch.long)
@@ -101,23 +87,6 @@ def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) ->
         got = unfused.feed(cache, ids[:, 63:65])
         assert cache.packed_tokens > 0
         torch.testing.assert_close(got, unfused.feed(oracle, ids[:, 63:65]), **TOLERANCE)
-
-
-def test_crop_keeps_codes(unfused: Any, ids: torch.Tensor) -> None:
-    """Whole groups keep their codes; a group that is cut is decoded into the tail. Removing nothing changes nothing."""
-    cache = unfused.cache()
-    cache.crop(-7)
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        unfused.feed(cache, ids[:, :75], [61, 14])
-    before = copy.deepcopy(cache)
-    cache.crop(0)
-    assert cache.packed_tokens == before.packed_tokens == 32
-    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, before.layers, strict=True))
-    cache.crop(-51)
-    for layer in cache.layers:
-        assert layer.packed_tokens == (24 - layer.plan.sink_tokens if layer.group == 1 else 0)
-        assert layer.get_seq_length() == 24
 
 
 def test_positive_crop_means_what_it_means_to_transformers(unfused: Any, ids: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,16 +138,6 @@ def test_static(config: dict[str, Any], hard: Any, shapes: str, request: pytest.
     found = logits(hard, cache)
     assert isinstance(cache.layers[0].storage, StaticStorage) == (shapes == "static_shapes")
     assert_close_but_for_flips(found, logits(hard, CompressedCache(hard.config, config)))
-
-
-def test_saved(config: dict[str, Any], hard: Any, tmp_path: Path) -> None:
-    cache = CompressedCache(hard.config, config)
-    logits(hard, cache)
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = CompressedCache.load(tmp_path / "cache.safetensors", hard.config)
-    assert all("factors" in layer.sides["keys"].codec.statistics for layer in loaded.layers)
-    with torch.no_grad():
-        assert torch.equal(*(hard(IDS[:, :1], **with_cache(one)).logits for one in (cache, loaded)))
 
 
 def test_evaluation_shows_the_queries(config: dict[str, Any]) -> None:

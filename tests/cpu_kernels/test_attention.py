@@ -143,21 +143,6 @@ def test_result_does_not_depend_on_threads(make_side: Callable[..., View]) -> No
     torch.testing.assert_close(found[2], found[0], atol=1e-6, rtol=1e-5)
 
 
-def test_what_does_not_fit_is_refused(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
-        with pytest.raises(RuntimeError, match=message):
-            launch.attend(AttentionCall.of(torch.randn(shape), scaling=0.125), keys, values)
-    with pytest.raises(RuntimeError, match="s_aux must hold one logit per query head"):
-        launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125, s_aux=torch.randn(2)), keys, values)
-    with pytest.raises(RuntimeError, match="floating point"):
-        launch.attend(AttentionCall.of(torch.ones(2, 6, 1, 64, dtype=torch.int64), scaling=0.125), keys, values)
-    values = make_side(*kivi(4), "values", 64, 64)
-    values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
-    with pytest.raises(RuntimeError, match="2 options, where 3 are needed"):
-        launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
-
-
 def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., View]) -> None:
     """The description is kept while the tensors are the same, and neither outlives them nor goes along in copies."""
     keys, values = segments(Case(NONE, tq(4)), make_side)

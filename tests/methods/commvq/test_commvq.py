@@ -125,28 +125,6 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "glm4-partial-interleaved"])
-def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> None:
-    """Property 1: decoded points, rotated, equal the points of codebooks with rotated centres."""
-    config = ROPES[name]
-    layout, embed = rope_layout(config, 64), rotary_embedding(config)
-    codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
-    books = codec.books.exact()  # [H, 1, R, N, pairs, 2]
-    codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
-
-    def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:
-        """Rotate complex numbers `[..., n, pairs, 2]` as the model rotates a key."""
-        key = layout.rotate(layout.join(*points.unbind(-1)).flatten(0, -3)[None], factors)
-        return torch.stack(layout.split(key), -1)[0].unflatten(0, points.shape[:-3])
-
-    for position in (1, 37, 4000):
-        factors = layout.factors(embed(torch.zeros(1), torch.tensor([[position]])))
-        late = turned(additive.complex_decode(codes, books), factors)
-        early = additive.complex_decode(codes, turned(books, factors))
-        torch.testing.assert_close(late, early, atol=1e-6, rtol=1e-5)
-        assert float((late - additive.complex_decode(codes, books)).norm() / late.norm()) > 0.1
-
-
 @pytest.mark.parametrize("name", ROPES)
 def test_codes_do_not_depend_on_position(make_codec: Make, name: str) -> None:
     """Keys rotated by the model's function get the codes of unrotated keys, and decode to the rotated points."""

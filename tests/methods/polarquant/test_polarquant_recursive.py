@@ -51,16 +51,6 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 # The tree
 
 
-def test_transform_by_hand() -> None:
-    """(3, 4) and (12, 0) have radii 5 and 12, and those 13; pairing by halves puts 3 and 12 first."""
-    order = polar_tree.adjacent_order(4, 2)
-    assert order.tolist() == [0, 2, 1, 3]
-    y = torch.tensor([3.0, 4.0, 12.0, 0.0])[order]
-    first, second = polar_tree.angles(y, 2)
-    torch.testing.assert_close(first, torch.tensor([math.atan(4 / 3), 0.0]))
-    torch.testing.assert_close(second, torch.tensor([math.atan(12 / 5)]))
-
-
 @pytest.mark.parametrize(("dim", "levels"), [(32, 5), (64, 4), (80, 4), (96, 3), (112, 1)])
 def test_pairs_are_neighbours_in_blocks(dim: int, levels: int) -> None:
     """Level ℓ joins the norms of two neighbouring runs of 2^(ℓ-1) channels (Definition 1)."""

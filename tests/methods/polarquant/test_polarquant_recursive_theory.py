@@ -7,50 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_compress.codecs.quantizers import polar_tree
-from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.polarquant.codebooks import angle_density, offline_codebook
 
 Make = Callable[..., Any]
 NAME = "polarquant_recursive"
-
-
-def cumulative(level: int, angles: torch.Tensor) -> torch.Tensor:
-    """Distribution function of Lemma 2's density by the trapezoid rule, float64."""
-    end = 2 * math.pi if level == 1 else math.pi / 2
-    grid = torch.linspace(0, end, 20_001, dtype=torch.float64)
-    areas = torch.cumulative_trapezoid(angle_density(level, grid), grid)
-    assert areas[-1].item() == pytest.approx(1, abs=1e-6), "a density: the lemma's own constant lacks a square"
-    place = (angles.double() / end * 20_000).clamp(0, 19_999)
-    low = place.floor().long()
-    whole = torch.cat([torch.zeros(1, dtype=torch.float64), areas])
-    return torch.lerp(whole[low], whole[low + 1], place - low)
-
-
-def kolmogorov_smirnov(level: int, angles: torch.Tensor) -> float:
-    """√n times the largest distance of the angles' distribution function from Lemma 2's."""
-    n = len(angles)
-    expected = cumulative(level, angles.sort().values)
-    steps = torch.arange(n + 1, dtype=torch.float64) / n
-    distance = max((steps[1:] - expected).max(), (expected - steps[:-1]).max())
-    return float(distance) * math.sqrt(n)
-
-
-CRITICAL = 1.95
-"""Largest √n D at a significance of .001 (Kolmogorov distribution's tail 2 exp(-2 x²)); seven levels are tested."""
-
-
-@pytest.mark.parametrize("rotation", ["haar", "hadamard"])
-def test_lemma_2(rotation: str) -> None:
-    """Angles of one lopsided vector under the rotations of 60 codecs follow the lemma's density of their level."""
-    x = torch.randn(128, generator=torch.Generator().manual_seed(5)) * torch.linspace(0.3, 3, 128)
-    order = polar_tree.adjacent_order(128, 7)
-    rotated = torch.stack([(random_rotation(rotation, 128, seed) @ x)[order] for seed in range(60)])
-    plain = polar_tree.angles(x[order], 7)
-    for level, angles in enumerate(polar_tree.angles(rotated, 7), 1):
-        assert kolmogorov_smirnov(level, angles.flatten()) < CRITICAL
-        without = kolmogorov_smirnov(level, plain[level - 1].flatten().repeat(60))
-        assert level > 3 or without > 2 * CRITICAL, "without a rotation they do not"
 
 
 @pytest.mark.parametrize(("level", "bits"), [(1, 2), (2, 1), (2, 4), (4, 2), (7, 4)])

@@ -81,27 +81,6 @@ def test_prod_inner_product_error(make_codec: Make, unit_vectors: Make, bits: in
 # Bias
 
 
-@pytest.mark.parametrize("dim", [80, 128])
-def test_unbiased_beside_a_dominant_channel(make_codec: Make, dim: int) -> None:
-    """Other channels come back neither shrunk nor stretched: their mean slope over rotations is 1 within 10 %.
-
-    All tokens share a channel 30 times as large as the others. After one Hadamard transform it moves every coordinate
-    of every token to the same two places of the codebook, whose slope there is not 1.
-    """
-    others = torch.randn(1, 1, 400, dim, generator=torch.Generator().manual_seed(0))
-    others[..., 0] = 0
-    x = others.clone()
-    x[..., 0] = 30 * math.sqrt(dim) / 8
-    slopes = []
-    for seed in range(24):
-        codec = make_codec("turboquant", dim, "values", seed=seed, bits=2, scalar="unbiased")
-        decoded = roundtrip(codec, x)
-        decoded = decoded - decoded.mean(2, keepdim=True)
-        slopes.append(((decoded * others).sum() / others.square().sum()).item())
-    assert sum(slopes) / len(slopes) == pytest.approx(1, abs=0.1)
-    assert all(0.7 < slope < 1.3 for slope in slopes)
-
-
 def test_defaults_per_side(make_codec: Make, unit_vectors: Make) -> None:
     """`match` for keys, `unbiased` for values, `norm` for prod."""
     x = unit_vectors(50, 64)

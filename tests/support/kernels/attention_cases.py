@@ -126,7 +126,7 @@ CASES |= {
 
 
 def fast(keys: Any, values: Any, head_dim: int = 128, **changes: Any) -> Case:
-    """A case in float16, which runs the kernels' assembly; its masks hide whole tiles from single rows."""
+    """A case in float16, which GPUs run in the kernels' assembly; its masks hide whole tiles from single rows."""
     packed = 96 if {keys[0], values[0]} & {"kivi", "polarquant_rope"} else 97
     hidden = {"count": 3, "mask": "bool", "hidden": 44, "rows_differ": True}
     return Case(keys, values, head_dim=head_dim, dtype=F16, **{**hidden, "packed": packed, "split": (64, 2), **changes})

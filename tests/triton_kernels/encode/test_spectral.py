@@ -14,9 +14,7 @@ from support.kernels.encode_cases import assert_equal_but_for_ties
 from support.method_cases import half_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec
-from kvcache_compress.methods.spectral.codec import _coded
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 
 Make = Callable[..., Codec]
@@ -99,15 +97,3 @@ def test_zeros_and_outliers(make_codec: Make) -> None:
     for mine, yours in zip(ours[:-1], theirs[:-1], strict=True):
         assert torch.equal(mine[0, 1, 5], yours[0, 1, 5])
     assert ours[-1].flatten(2)[0, 1, 5] == 0
-
-
-def test_digits_by_hand(make_codec: Make) -> None:
-    """Equal channels of one bit are signs, and the scale is what makes ±0.79788 of them."""
-    codec: Any = make_codec("spectral", {**TEXT, "bits": 1}, "keys", 16)
-    codec.context = replace(codec.context, rope=None)
-    eye, none = torch.eye(16).repeat(2, 1, 1), {"means": torch.zeros(2, 16, 16), "places": torch.zeros(2, 32, 16)}
-    codec._use(_coded({"inverse": eye, "deviation": torch.ones(2, 16), **none}))
-    signs = torch.where(torch.rand(1, 2, 32, 16) < 0.5, -1.0, 1.0)
-    plane, scale = BACKENDS["triton"].encoded(codec, 3 * signs)
-    assert torch.equal(packing.unpack((plane,), 1), (signs > 0).long())
-    torch.testing.assert_close(scale.float().flatten(2), torch.full((1, 2, 32), 3 / 0.79788), rtol=1e-3, atol=0)
