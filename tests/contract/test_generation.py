@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.oracle import FEW, label
+from support.oracle import few
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
 
@@ -18,7 +18,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 NEW = 28
 """New tokens; enough that generated tokens are packed too."""
-few = pytest.mark.parametrize("case", FEW, indirect=True, ids=label)
 
 
 def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:

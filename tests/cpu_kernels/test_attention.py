@@ -24,11 +24,11 @@ from support.kernels.attention_cases import (
     segments,
     tq,
 )
+from support.method_cases import neighbour_layout
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention import launch
-from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.view import View
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -94,12 +94,8 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
 
 @pytest.mark.parametrize("rotary", [4, 20])
 def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., View]) -> None:
-    """RoPE on some of the pairs of neighbours, as in GLM 4 and GPT-NeoX; positions differ per row."""
-    rest = range(2 * rotary, 64)
-    real, imaginary = range(0, 2 * rotary, 2), range(1, 2 * rotary, 2)
-    order = (*real, *rest[: len(rest) // 2], *imaginary, *rest[len(rest) // 2 :])
-    layout = RopeLayout(order, rotary, tuple(range(rotary)))
-    keys = make_side(*commvq(), "keys", 64, 50, layout=layout)
+    """Positions differ per row."""
+    keys = make_side(*commvq(), "keys", 64, 50, layout=neighbour_layout(64, rotary))
     values = make_side(*tq(4), "values", 64, 50)
     query = torch.randn(2, 6, 1, 64)
     out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)

@@ -1,15 +1,13 @@
 """Recursive PolarQuant against its paper (Lemma 2, section 4.1), and the expected error of its levels and bits."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from support.method_cases import make_codec, unit_vectors
 
 from kvcache_compress.methods.polarquant.codebooks import angle_density, offline_codebook
 
-Make = Callable[..., Any]
 NAME = "polarquant_recursive"
 
 
@@ -40,7 +38,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("row", "rotation"), [(row, ("haar", "hadamard")[row % 2]) for row in range(len(TABLE))])
-def test_distortion(make_codec: Make, unit_vectors: Make, row: int, rotation: str) -> None:
+def test_distortion(row: int, rotation: str) -> None:
     """Errors are within 2 % of the simulation; 8-bit radii add hardly any."""
     options, expected = TABLE[row]
     codec = make_codec(NAME, 128, scalar="norm", center="off", rotation=rotation, **options)
@@ -50,7 +48,7 @@ def test_distortion(make_codec: Make, unit_vectors: Make, row: int, rotation: st
 
 
 @pytest.mark.parametrize("dim", [80, 128])
-def test_distortion_where_one_rope_pair_dominates(make_codec: Make, dim: int) -> None:
+def test_distortion_where_one_rope_pair_dominates(dim: int) -> None:
     """The error is within 15 % of that of vectors without structure, although the tree splits the pair.
 
     One Hadamard matrix leaves the two channels `(i, i + d/2)`, and so all that they hold, to the deepest angle: four
@@ -72,7 +70,7 @@ def test_distortion_where_one_rope_pair_dominates(make_codec: Make, dim: int) ->
     assert error(x) == pytest.approx(error(plain), rel=0.15)
 
 
-def test_online_codebooks_come_near_offline_ones(make_codec: Make, unit_vectors: Make) -> None:
+def test_online_codebooks_come_near_offline_ones() -> None:
     """After a rotation k-means finds the same codebooks, at most a few per cent worse."""
     x = unit_vectors(2000, 128)
     options = {"bits": (4, 2), "scalar": "norm", "center": "off"}

@@ -10,13 +10,14 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.files.spectral_files import statistics_file
-from support.method_cases import half_layout
+from support.method_cases import half_layout, make_codec
 from support.models import family_cases
 from support.models.small_model import small_model
+from support.models.small_model import statistics as statistics_of_model
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.codecs.base import CodecContext, Prompt
+from kvcache_compress.codecs.base import Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.quantizers.digits import allocate_bits
 from kvcache_compress.methods.spectral import moments, prefill
@@ -61,12 +62,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-def codec(bits: float = 3.0, heads: int = HEADS) -> SpectralCodec:
-    context = CodecContext(
-        side="keys", head_dim=DIM, heads=heads, layer=0, seed=0, sink_tokens=4, dtype=torch.float32,
-        device=torch.device("cpu"), rope=half_layout(DIM),
-    )  # fmt: skip
-    return SpectralCodec(SpectralOptions(bits=bits, group=GROUP), context)
+def codec(bits: float = 3.0, heads: int = HEADS) -> Any:
+    return make_codec("spectral", DIM, heads=heads, sinks=4, bits=bits, group=GROUP)
 
 
 def prompt(tokens: int = 300, queries: int | None = None, batch: int = 2) -> Prompt:
@@ -207,12 +204,6 @@ def test_short_prompts_wait(model: Any, caplog: pytest.LogCaptureFixture) -> Non
     assert packed[len(waiting)][0] > LEAST_TOKENS - recent - cache.layers[0].flush_tokens
     assert waiting[-1] > 0
     assert not caplog.text
-
-
-def statistics_of_model() -> str:
-    from support.models.small_model import statistics as file
-
-    return file()
 
 
 def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -90,12 +90,7 @@ class Case:
 
 
 PAIRS = {
-    "1-bit": (tq(1), tq(1)),
-    "2-bit": (tq(2), tq(2)),
-    "3-bit": (tq(3), tq(3)),
-    "4-bit": (tq(4), tq(4)),
-    "5-bit": (tq(5), tq(5)),
-    "6-bit": (tq(6), tq(6)),
+    **{f"{bits}-bit": (tq(bits), tq(bits)) for bits in range(1, 7)},
     "2.5-3.5": (tq(2.5), tq(3.5)),
     "1.5-5.5": (tq(1.5, outlier_fraction=0.25), tq(5.5)),
     "uniform": (tq(3, codebook="uniform"), tq(4, codebook="uniform")),
@@ -141,12 +136,7 @@ FAST: dict[str, tuple[Any, Any]] = {
     "qjl": (QJL, tq(4)),
     "tree": (tree(4, 3, 2), tree(4, 2)),
     "tree-of-16-bit-radii": (tree(4, 2, center="on"), tree(4, 3, 2, radius_bits=16)),
-    "tree-online": (tree(4, 2, codebook="online"), tree(4, 3, 2, codebook="online", precondition=False)),
     "four-levels": (tree(4, 2, **FOUR), tree(4, 2, **FOUR)),
-    "four-levels-online": (
-        tree(4, 2, **FOUR, codebook="online"),
-        tree(4, 2, **FOUR, codebook="online", precondition=False),
-    ),
     "four-levels-of-8-bit-radii": (tree(4, 2, levels=4), tree(4, 4, 2)),
     "rope-4-4": (rope(4, 4), kivi(2)),
     "rope-5-3": (rope(5, 3), tq(4)),
@@ -189,10 +179,8 @@ CASES |= {
     "many-queries-float16": fast(tq(4), tq(4), 64, groups=5, count=9),
     "finite-float16": fast(tq(4), tq(4), 64, mask="finite"),
     "softcap-float16": fast(tq(4), tq(4), 64, softcap=5.0),
-    "heads-4-of-128": Case(tq(2), tq(3), groups=4, head_dim=128),
     "heads-7-of-80": Case(kivi(4), kivi(2, 16), groups=7, head_dim=80),
     "heads-1-of-80-outliers": Case(tq(2.5), tq(3.5), groups=1, head_dim=80, dtype=F16),
-    "trellis-heads-7-of-80": Case(trellis(3), trellis(2), groups=7, head_dim=80),
     "more-rows-than-a-tile": Case(groups=7, count=5, mask="bool"),
     "small-tiles": Case(prod(2), tq(3), block=16, split=(48, 2)),
     "wider-keys": Case(tq(3), tq(2), head_dim=96, value_dim=64),

@@ -11,7 +11,7 @@ import torch
 from support.files.spectral_files import statistics_file
 from support.kernels.device import DEVICE
 from support.kernels.encode_cases import assert_equal_but_for_ties
-from support.method_cases import half_layout, random_track
+from support.method_cases import half_layout, neighbour_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.base import Codec
@@ -44,12 +44,8 @@ def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None
 
 
 @pytest.mark.parametrize("rotary", [4, 20])
-def test_partial_rotary_in_any_order(rotary: int, make_codec: Make) -> None:
-    """Models that rotate the first channels alone, neighbours as pairs."""
-    rest = tuple(range(2 * rotary, 64))
-    half = len(rest) // 2
-    order = (*range(0, 2 * rotary, 2), *rest[:half], *range(1, 2 * rotary, 2), *rest[half:])
-    layout = RopeLayout(order, rotary, tuple(range(rotary)))
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_codec: Make) -> None:
+    layout = neighbour_layout(64, rotary)
     codec = make_codec("spectral", {"bits": 2, "statistics": statistics_file(64)}, "keys", 64, layout=layout)
     torch.manual_seed(rotary)
     cos, sin = factors(layout, 64, 32)
