@@ -55,17 +55,3 @@ def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None
     assert cache.packed_tokens > 64
     assert turns[0].shape[1] == 90 + 2 * NEW
     assert torch.equal(*turns)
-
-
-@few
-def test_left_padded_beams(case: Any, ids: torch.Tensor) -> None:
-    """Beam search reorders the rows of a left-padded batch, together with the positions that some methods keep."""
-    mask = torch.ones(2, 70, dtype=torch.long)
-    mask[1, :11] = 0
-    prompt = ids[:, :70].masked_fill(mask == 0, 0)
-    how = {"attention_mask": mask, "do_sample": False, "num_beams": 2, "max_new_tokens": 12}
-    cache = case.cache()
-    outputs = [generate(case, one, prompt, **how) for one in (cache, case.oracle())]
-    assert cache.packed_tokens >= 64, "generated tokens were packed as well"
-    assert cache.batch_size == 4
-    assert torch.equal(*outputs)

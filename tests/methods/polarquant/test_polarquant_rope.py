@@ -11,7 +11,7 @@ from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.codecs.quantizers.polar_pairs import radii
-from kvcache_compress.modeling.rope import rope_layout
+from kvcache_compress.modeling.rope import RopeLayout, rope_layout
 
 NAME = "polarquant_rope"
 PAPER = {"radius_scale": "channel", "reconstruction": "edge", "center": "off"}
@@ -208,3 +208,15 @@ def test_paper_presets(preset: str, n: int) -> None:
     assert config.values.method == "none"
     assert (config.sink_tokens, config.recent_tokens) == (0, 128 if n == 4 else 64)
     CompressedCache(LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2), config)
+
+
+def test_layouts_index_outside_of_inference_mode_too() -> None:
+    """Indices of a layout that were created under inference mode can be used with gradients later."""
+    layout = RopeLayout((0, 3, 1, 2), 2, (0, 1))
+    with torch.inference_mode():
+        layout.join(*layout.split(torch.ones(1, 4)))
+    x = torch.randn(5, 4, requires_grad=True)
+    back = layout.join(*layout.split(x))
+    assert torch.equal(back, x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.ones(5, 4))

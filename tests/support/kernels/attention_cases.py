@@ -306,27 +306,20 @@ def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor |
     return additive.to(case.dtype)
 
 
+def decoded(side: View) -> list[torch.Tensor]:
+    """Packed tokens of each era in float64."""
+    return [
+        codec.decode(side.store.read(first, last), side.rope(first, last)).double()
+        for codec, first, last in runs(side.eras, 0, side.packed)
+    ]
+
+
 def plain_attention(
     query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, case: Case, s_aux: Any
 ) -> torch.Tensor:
     """Softmax attention over decoded tokens in float64, `[B, n, Hq, Dv]`; written without the package's arithmetic."""
     groups = query.shape[1] // keys.sinks.shape[1]
-    k, v = (
-        torch.cat(
-            [
-                side.sinks.double(),
-                *(
-                    codec.decode(side.store.read(first, last), side.rope(first, last)).double()
-                    for codec, first, last in runs(side.eras, 0, side.packed)
-                ),
-                side.tail,
-            ],
-            2,
-        )
-        if side.packed
-        else torch.cat([side.sinks, side.tail], 2).double()
-        for side in (keys, values)
-    )
+    k, v = (torch.cat([side.sinks.double(), *decoded(side), side.tail.double()], 2) for side in (keys, values))
     logits = torch.einsum("bhnd,bhtd->bhnt", query.double(), k.repeat_interleave(groups, 1)) * case.head_dim**-0.5
     if case.softcap is not None:
         logits = case.softcap * torch.tanh(logits / case.softcap)
