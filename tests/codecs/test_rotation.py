@@ -61,14 +61,6 @@ def test_seeds_of_codecs_are_unrelated() -> None:
     assert not nearby & set(found), "nor are they shifts of each other"
 
 
-def test_a_shared_seed_is_one_for_all_layers_and_sides() -> None:
-    contexts = [
-        make_codec("none", 64, side, seed=5, layer=layer).context for layer in (0, 3) for side in ("keys", "values")
-    ]
-    assert len({context.seed_of("rotation", shared=True) for context in contexts}) == 1
-    assert len({context.seed_of("rotation") for context in contexts}) == 4
-
-
 def test_haar_is_uniform() -> None:
     """Without the sign fix of QR the diagonal would be biased; entries have mean 0 and variance 1/d."""
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ from support.kernels.attention_cases import (
     NONE,
     Case,
     check_attention,
+    check_hidden_rows,
     commvq,
     error,
     kivi,
@@ -73,16 +74,6 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., View]) -> No
         check_attention(attend, CALLS[name], keys, values)
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    query = torch.randn(2, 6, 1, 64)
-    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
-    mask[1] = False
-    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
-    assert out[0].abs().sum() > 0
-    assert (out[1] == 0).all()
-
-
 def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., View]) -> None:
     """Rows masked with the lowest number are averages, as in plain attention, where all logits become that number."""
     keys, values = segments(Case(), make_side)
@@ -109,6 +100,10 @@ def test_queries_of_any_strides(make_side: Callable[..., View]) -> None:
     out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     for strided in (query.transpose(1, 2).contiguous().transpose(1, 2), query.mT.contiguous().mT):
         assert torch.equal(launch.attend(AttentionCall.of(strided, scaling=0.125), keys, values), out)
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
+    check_hidden_rows(launch.attend, *segments(Case(), make_side))
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:

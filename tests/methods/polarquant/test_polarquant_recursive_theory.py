@@ -47,29 +47,6 @@ def test_distortion(row: int, rotation: str) -> None:
     assert (codec.decode(codec.encode(x)) - x).square().sum(-1).mean().item() == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("dim", [80, 128])
-def test_distortion_where_one_rope_pair_dominates(dim: int) -> None:
-    """The error is within 15 % of that of vectors without structure, although the tree splits the pair.
-
-    One Hadamard matrix leaves the two channels `(i, i + d/2)`, and so all that they hold, to the deepest angle: four
-    times the error.
-    """
-    x = 0.05 * torch.randn(1, 1, 600, dim, generator=torch.Generator().manual_seed(0))
-    for channel in (3, 3 + dim // 2):
-        x[..., channel] += torch.randn(600, generator=torch.Generator().manual_seed(channel))
-
-    def error(x: torch.Tensor) -> float:
-        total = 0.0
-        for seed in range(12):
-            codec = make_codec(NAME, dim, seed=seed, center="off")
-            codec.prepare(x)
-            total += ((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum()).item() / 12
-        return total
-
-    plain = torch.randn(1, 1, 600, dim, generator=torch.Generator().manual_seed(1))
-    assert error(x) == pytest.approx(error(plain), rel=0.15)
-
-
 def test_online_codebooks_come_near_offline_ones() -> None:
     """After a rotation k-means finds the same codebooks, at most a few per cent worse."""
     x = unit_vectors(2000, 128)

@@ -354,3 +354,12 @@ def check_attention(attend: Callable[..., torch.Tensor], case: Case, keys: View,
     out, expected = attend(call, keys, values), plain_attention(query, keys, values, mask, case, s_aux)
     assert (out.shape, out.dtype) == (expected.shape, case.dtype)
     assert error(out, expected) <= BARS[case.dtype]
+
+
+def check_hidden_rows(attend: Callable[..., torch.Tensor], keys: View, values: View) -> None:
+    """Assert that a row that sees no token gets zeros, and another does not."""
+    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
+    mask[1] = False
+    out = attend(AttentionCall.of(torch.randn(2, 6, 1, 64), mask, scaling=0.125), keys, values)
+    assert out[0].abs().sum() > 0
+    assert (out[1] == 0).all()

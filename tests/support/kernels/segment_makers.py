@@ -6,7 +6,7 @@ Triton's kernels run where `support/device.py` says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,6 @@ from support import method_cases
 from support.kernels.device import DEVICE
 from support.method_cases import half_layout, random_track
 
-CodecMaker: TypeAlias = Callable[..., Codec]
-SideMaker: TypeAlias = Callable[..., View]
-
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
@@ -35,7 +32,7 @@ def poison() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_codec() -> CodecMaker:
+def make_codec() -> Callable[..., Codec]:
     """`make_codec(method, options, side, head_dim, heads=2, dtype=float32, layout=...)`: a codec, not yet prepared."""
 
     def make(
@@ -57,7 +54,7 @@ def make_codec() -> CodecMaker:
 
 
 @pytest.fixture
-def make_side(make_codec: CodecMaker) -> SideMaker:
+def make_side(make_codec: Callable[..., Codec]) -> Callable[..., View]:
     """`make_side(method, options, side, head_dim, packed, ...)`: one side of a layer with random tokens in it.
 
     The store has room for more tokens than are packed, and the tail lies in a bigger buffer; both hold poison

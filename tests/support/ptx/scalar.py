@@ -43,9 +43,6 @@ class Type:
     def is_float(self) -> bool:
         return self.kind in ("f", "bf")
 
-    def __str__(self) -> str:
-        return "pred" if self.kind == "pred" else f"{self.kind}{8 * self.size}{'x2' * self.pair}"
-
     def numbers(self, words: Array) -> Array:
         """Numbers in registers: bfloat16 as float32, and pairs as `[threads, 2]`."""
         if self.kind == "pred":
@@ -320,13 +317,11 @@ def _convert(modifiers: list[str], to: Type, source: Type) -> Operation:
     integer = (SIGNED if to.kind == "s" else UNSIGNED)[to.size]
     if source.is_float:
         limits = np.iinfo(integer)
+        if rounding is None or to.size == 8:
+            raise NotEmulatedError(f"cvt to {to} from {source}")
 
         def whole(x: Array) -> Array:
-            if rounding is None:
-                raise NotEmulatedError(f"cvt.{to}.{source} without rounding")
             finite = np.nan_to_num(rounding(x.astype(np.float64)), nan=0.0, posinf=limits.max, neginf=limits.min)
-            if to.size == 8:
-                raise NotEmulatedError(f"cvt.{to}.{source}")
             return finite.clip(limits.min, limits.max).astype(integer)
 
         return Operation(whole, (source,), to)

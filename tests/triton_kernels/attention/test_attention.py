@@ -14,6 +14,7 @@ from support.kernels.attention_cases import (
     F32,
     Case,
     check_attention,
+    check_hidden_rows,
     error,
     plain_attention,
     segments,
@@ -39,16 +40,6 @@ def test_kernel_equals_plain_attention(
     check_attention(launch.attend, case, *segments(case, make_side))
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    query = torch.randn(2, 6, 1, 64)
-    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
-    mask[1] = False
-    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
-    assert out[0].abs().sum() > 0
-    assert (out[1] == 0).all()
-
-
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
 def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable[..., View]) -> None:
     case = Case(dtype=BF16)
@@ -58,6 +49,10 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
     unscaled = launch.attend(AttentionCall.of((query / scale).to(BF16), scaling=0.125), keys, values)
     assert out.isfinite().all()
     assert error(out, unscaled) <= 1e-2
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
+    check_hidden_rows(launch.attend, *segments(Case(), make_side))
 
 
 @pytest.mark.parametrize("eras", [(), (32, 48)])
@@ -98,3 +93,18 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[.
     for kernel, grid, arguments in calls[:-1]:
         kernel[grid](**arguments)
     assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [32, 96, 1000, 4096, 131072])
+@pytest.mark.parametrize("programs", [1, 8, 64, 4096])
+@pytest.mark.parametrize("more", [0, 7])
+def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int, more: int) -> None:
+    """Eight eras may have seven splits more than one."""
+    tile = launch.Tile(32, 1, 2)
+    size, splits = launch.split_sizes(packed, tile, programs, 8, more)
+    assert size % tile.tokens == 0
+    assert (splits - 1) * size < packed <= splits * size
+    assert splits + more <= launch.MAX_SPLITS
+    assert splits == 1 or size >= launch.MIN_SPLIT_TOKENS
+    rounds = (splits + more) * programs / (8 * launch.RESIDENT_WARPS)
+    assert splits == 1 or rounds <= (launch.ROUNDS if size >= launch.MIN_ROUND_TOKENS else 1)
