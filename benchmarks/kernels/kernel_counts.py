@@ -1,4 +1,4 @@
-"""Count the instructions that attention's kernels execute, in an emulator of a GPU; needs no GPU.
+"""Count what attention's kernels execute and ask of memory, in an emulator of a GPU; needs no GPU.
 
     python benchmarks/kernels/kernel_counts.py                           # measure, and print a table
     python benchmarks/kernels/kernel_counts.py --only turboquant-4bit    # measure one preset again
@@ -8,6 +8,9 @@ Triton compiles the kernels of a decode step for sm_90, and the tests' emulator 
 The step has one query, 4 query heads per key head, a head dimension of 128, and bfloat16. Kernels whose work grows with
 the packed tokens run twice, over different numbers of them in one split. The difference per token leaves out what a
 launch does only once. Other kernels are counted per launch, and only the results file has them.
+
+The worst places are lines of Triton whose accesses need more global-memory sectors, or more shared-memory wavefronts,
+than necessary. They are printed, and stored in the results file.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -28,15 +31,17 @@ import typer
 
 from kvcache_compress.bench.layers import encoded_side, middle_layer, named_config
 from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.methods.commvq.codec import CommVQCodec
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from support.ptx.counts import CLASSES, class_of  # noqa: E402 - found by the line above
+from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found by the line above
 from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_counts.json"
@@ -53,8 +58,25 @@ GROWING = ("turn_kernel", "attend_kernel")
 """Kernels whose work grows with the tokens."""
 
 
-Counts = dict[str, float]
-"""Instructions of warps by class: per packed token and key head if a kernel is `GROWING`, else per launch."""
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a kernel: per packed token and key head if it is `GROWING`, else per launch for `HEADS` key heads.
+
+    Attributes:
+        instructions: instructions of warps, by class.
+        touched, needed: global-memory sectors that accesses touch, and that would hold as many bytes.
+        turns, least: shared-memory wavefronts, and how many there would be without bank conflicts.
+        worst: lines of Triton with most sectors and wavefronts beyond that.
+    """
+
+    instructions: dict[str, float]
+    touched: float
+    needed: float
+    turns: float
+    least: float
+    worst: list[str]
+
+
 Table = dict[str, dict[str, Counts]]
 """Counts by variant and kernel."""
 
@@ -76,15 +98,25 @@ def measure(preset: str, emulator: Emulator) -> dict[str, Counts]:
     return found
 
 
+def views(preset: str, tokens: int) -> list[View]:
+    """Keys and values of a layer with this many packed tokens."""
+    plan = middle_layer(named_config(preset))
+    both: tuple[tuple[Side, Any], ...] = ("keys", plan.keys), ("values", plan.values)
+    return [
+        encoded_side(own.method, own.options(), side, HEAD_DIM, torch.bfloat16, heads=HEADS, packed=tokens)
+        for side, own in both
+    ]
+
+
+def stored_bytes(preset: str) -> float:
+    """Stored bytes of a packed token's key and value in one head."""
+    return sum(bytes_per_token(view.codec.fields) for view in views(preset, 128))
+
+
 def launches(preset: str, tokens: int, emulator: Emulator) -> list[Launched]:
     """Launches of attention over this many packed tokens."""
     torch.manual_seed(0)
-    plan = middle_layer(named_config(preset))
-    both: tuple[tuple[Side, Any], ...] = ("keys", plan.keys), ("values", plan.values)
-    keys, values = (
-        encoded_side(own.method, own.options(), side, HEAD_DIM, torch.bfloat16, heads=HEADS, packed=tokens)
-        for side, own in both
-    )
+    keys, values = views(preset, tokens)
     for codec in (keys.codec, values.codec):
         if isinstance(codec, CommVQCodec) and codec.books:  # files are mapped at any address, a GPU's memory is aligned
             codec.books = replace(codec.books, books=codec.books.books.clone())
@@ -96,30 +128,49 @@ def launches(preset: str, tokens: int, emulator: Emulator) -> list[Launched]:
 
 
 def counted(after: Launched, before: Launched | None, share: int) -> Counts:
-    """Instructions of a launch less those of the one before, divided by `share`."""
-    classes = Counter(dict.fromkeys(CLASSES, 0))
-    executed = after.executed if before is None else after.executed - before.executed
-    for instruction, count in zip(after.program.instructions, executed.tolist(), strict=True):
-        classes[class_of(instruction.op)] += count
-    return {kind: count / share for kind, count in classes.items()}
+    """Counts of a launch less those of the one before, divided by `share`."""
+    classes, accesses, excess = (Counter[str]() for _ in range(3))
+    classes.update(dict.fromkeys(CLASSES, 0))
+    for number, instruction in enumerate(after.program.instructions):
+        executed = after.executed[number] - (0 if before is None else before.executed[number])
+        classes[class_of(instruction.op)] += int(executed)
+        each = {
+            kind: getattr(after.meter, kind)[number] - (0 if before is None else getattr(before.meter, kind)[number])
+            for kind in ("requests", "touched", "needed", "turns", "least")
+        }
+        accesses.update(each)
+        requests, touched, needed, turns, least = each.values()
+        place = f"{instruction.source.rpartition(':')[0]} {instruction.op}"
+        if requests and touched > needed:
+            text = f"{touched / requests:.0f} per access where {needed / requests:.0f} would do"
+            excess[f"sectors, {text}: {place}"] += touched - needed
+        if turns > least > 0:
+            excess[f"turns, {turns / least:.1f} times the least: {place}"] += turns - least
+    figures = {kind: accesses[kind] / share for kind in ("touched", "needed", "turns", "least")}
+    worst = [f"{count / share:,.2f} more {text}" for text, count in excess.most_common(5)]
+    return Counts({kind: count / share for kind, count in classes.items()}, **figures, worst=worst)
 
 
 def markdown(table: Table) -> str:
     """Markdown table, a line for each kernel whose work grows with the tokens."""
-    columns = ["kernel", "all", *CLASSES]
+    columns = ["kernel", "all", *CLASSES, "bytes", "sectors", "turns"]
     lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     for name, kernels in table.items():
+        stored = stored_bytes(name)
         for kernel in filter(kernels.__contains__, GROWING):
-            warps = [sum(kernels[kernel].values()), *kernels[kernel].values()]
+            row = kernels[kernel]
+            warps = [sum(row.instructions.values()), *row.instructions.values()]
             cells = [f"{name}, {kernel.removesuffix('_kernel')}"]
             cells += [f"{32 * count / (2 * HEAD_DIM):.2f}" for count in warps]
+            cells.append(f"{stored:.0f} / {SECTOR * row.touched:,.0f}")
+            cells += [f"{row.touched / row.needed:.2f}", f"{row.turns / row.least:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def load() -> Table:
-    table: Table = json.loads(RESULTS.read_text())["kernels"]
-    return table
+    kernels = json.loads(RESULTS.read_text())["kernels"]
+    return {name: {kernel: Counts(**counts) for kernel, counts in row.items()} for name, row in kernels.items()}
 
 
 def save(table: Table) -> None:
@@ -127,7 +178,7 @@ def save(table: Table) -> None:
         "command": "python benchmarks/kernels/kernel_counts.py",
         "hardware": f"none: compiled for {TARGET} and emulated",
         "versions": {"python": platform.python_version(), "triton": importlib.metadata.version("triton")},
-        "kernels": table,
+        "kernels": {name: {kernel: asdict(counts) for kernel, counts in row.items()} for name, row in table.items()},
     }
     write_atomically(RESULTS, json.dumps(content, indent=1) + "\n")
 
@@ -136,16 +187,19 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Which to measure, of {', '.join(PRESETS)}.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Measure nothing; print the committed counts.")] = False,
 ) -> None:
-    """Count instructions of attention's kernels; write the results and print a table."""
+    """Count instructions and memory accesses of attention's kernels; write the results and print a table."""
     if table:
         print(markdown(load()))
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise typer.BadParameter("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled")
     emulator = emulate(TARGET)
+    emulator.counting = True
     measured = load() if only else {}
     for name in only or PRESETS:
         measured[name] = measure(name, emulator)
+        for kernel, counts in measured[name].items():
+            print(f"{name}, {kernel}", *counts.worst, sep="\n  ", flush=True)
     print(markdown(measured))
     save({name: measured[name] for name in PRESETS})
 

@@ -19,6 +19,7 @@ from triton.runtime.driver import driver
 
 from kvcache_compress.backends import triton as backend
 
+from .counts import Meter
 from .machine import Machine
 from .memory import Storages
 from .program import Program, parse
@@ -36,6 +37,7 @@ class Launched:
     program: Program
     findings: Counter[tuple[str, int]]
     executed: Any
+    meter: Meter | None
 
     def report(self) -> list[str]:
         """The findings, a line each."""
@@ -52,12 +54,14 @@ class Emulator:
     Attributes:
         launches: what has run since it was cleared.
         edit: changes the PTX of a kernel, given its name, before it runs: to plant faults.
+        counting: whether memory accesses are measured, too.
     """
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
         self.launches: list[Launched] = []
         self.edit: Callable[[str, str], str] | None = None
+        self.counting = False
         self.storages = Storages()
         self.utils = self
         emulator = self
@@ -126,14 +130,17 @@ class _Launcher:
         ptx = emulator.edit(self.name, self.ptx) if emulator.edit else self.ptx
         program, blocks = _translated(ptx)
         storages = [emulator.storages.of(value) if kind.startswith("*") else None for kind, value in pairs]
-        machine = Machine(program, grid, self.shared, [storage for storage in storages if storage is not None])
+        machine = Machine(
+            program, grid, self.shared, [storage for storage in storages if storage is not None],
+            Meter(program) if emulator.counting else None,
+        )  # fmt: skip
         held = bytearray(program.parameter_bytes)  # zeros are left for scratch memory, which no kernel asks for
         for (kind, value), storage, name in zip(pairs, storages, program.offsets, strict=False):
             if storage is not None:
                 value = machine.memory.address(_pointer(value), storage)
             struct.pack_into(_FORMATS.get(kind, "<Q"), held, program.offsets[name], value)
         machine.parameters = np.frombuffer(held, np.uint8)
-        emulator.launches.append(Launched(self.name, grid, program, machine.findings, machine.executed))
+        emulator.launches.append(Launched(self.name, grid, program, machine.findings, machine.executed, machine.meter))
         machine.run(blocks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from .program import BARRIER, Instruction, Program
 from .races import WARP, Clock
 from .scalar import UNSIGNED, Array
 from .warpgroup import Warpgroups
+
+if TYPE_CHECKING:
+    from .counts import Meter
 
 Mask: TypeAlias = "Array | None"
 """Threads that run an instruction; None for all."""
@@ -37,9 +40,10 @@ class Machine:
     """
 
     def __init__(
-        self, program: Program, grid: tuple[int, int, int], shared_bytes: int, storages: list[torch.UntypedStorage]
-    ) -> None:
-        self.program, self.grid = program, grid
+        self, program: Program, grid: tuple[int, int, int], shared_bytes: int, storages: list[torch.UntypedStorage],
+        meter: Meter | None = None,
+    ) -> None:  # fmt: skip
+        self.program, self.grid, self.meter = program, grid, meter
         self.programs = grid[0] * grid[1] * grid[2]
         self.threads = self.programs * program.threads
         self.clock = Clock(self.threads)

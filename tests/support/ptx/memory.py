@@ -114,6 +114,8 @@ class GlobalMemory:
     def _read(self, addresses: Array, size: int, threads: Array, number: int) -> Array:
         at = self.locate(addresses, size, number)
         self.machine.find_all(self.accesses.read(at, size, threads), number)
+        if self.machine.meter:
+            self.machine.meter.sectors(number, addresses, size, threads)
         return at
 
     def load(self, threads: Array, addresses: Array, size: int, count: int, number: int) -> list[Array]:
@@ -124,6 +126,8 @@ class GlobalMemory:
     def store(self, threads: Array, addresses: Array, values: list[Array], size: int, number: int) -> None:
         at = self.locate(addresses, size * len(values), number)
         self.machine.find_all(self.accesses.write(at, size * len(values), threads), number)
+        if self.machine.meter:
+            self.machine.meter.sectors(number, addresses, size * len(values), threads)
         _store(self.machine, self.data, at, size, values, number)
 
 
@@ -169,6 +173,8 @@ class SharedMemory:
     def load(self, threads: Array, addresses: Array, size: int, count: int, number: int) -> list[Array]:
         at = self.locate(addresses, size * count, threads, number)
         self.machine.find_all(self.accesses.read(at, size * count, threads), number)
+        if self.machine.meter:
+            self.machine.meter.wavefronts(number, addresses, size * count, threads)
         self._check_written(self.accesses.places(at, size * count), number)
         words = self.data.view(UNSIGNED[size])
         return [words[at // size + i] for i in range(count)]
@@ -179,6 +185,8 @@ class SharedMemory:
 
     def store(self, threads: Array, addresses: Array, values: list[Array], size: int, number: int) -> None:
         at = self.locate(addresses, size * len(values), threads, number)
+        if self.machine.meter:
+            self.machine.meter.wavefronts(number, addresses, size * len(values), threads)
         self._write(at, size * len(values), threads, number)
         _store(self.machine, self.data, at, size, values, number)
 
@@ -200,6 +208,8 @@ class SharedMemory:
             chosen = given == count
             data[chosen, :count] = self.machine.memory.bytes_at(source[chosen], int(count), threads[chosen], number)
         at = self.locate(to, size, threads, number)
+        if self.machine.meter:
+            self.machine.meter.wavefronts(number, to, size, threads)
         self.pending[self._write(at, size, threads, number)] = True
         self.data[at[:, None] + np.arange(size)] = data
         self.groups.append((threads, at, size, self.committed[threads]))
