@@ -7,10 +7,7 @@ from dataclasses import astuple
 import pytest
 import torch
 from support.kernels.attention_cases import DECLARED, PAIRS
-from support.method_cases import half_layout, random_track
-
-from kvcache_compress.codecs.base import Codec, CodecContext, Side
-from kvcache_compress.config import get_method
+from support.method_cases import half_layout, make_codec, random_track
 
 NAMES = ("trellis", "uniform", "prod-1", "centred-fractional", "kivi-2-4", *DECLARED)
 SIDES = {f"{name}-{side}": (PAIRS[name][side == "values"], side) for name in NAMES for side in ("keys", "values")}
@@ -23,12 +20,12 @@ def test_codes_and_tables_are_the_same_under_another_default_device(name: str) -
     dim = 64
     options = options(dim) if callable(options) else options
     x = torch.randn(1, 2, 64, dim)
-    group = _codec(method, options, side, dim).group
+    group = make_codec(method, dim, side, heads=2, layer=2, **options).group
     rope = random_track(half_layout(dim), 1, 64, stride=group).read(0, 64)
     made = []
     for device in ("meta", "cpu"):  # what is cached is made in the first
         with torch.device(device):
-            codec = _codec(method, options, side, dim)
+            codec = make_codec(method, dim, side, heads=2, layer=2, **options)
             codec.prepare(x)
             fields = codec.encode(x, rope if codec.rope_use(codec.options, side) == "factors" else None)
             kernel = codec.kernel_side
@@ -37,9 +34,3 @@ def test_codes_and_tables_are_the_same_under_another_default_device(name: str) -
     for ours, theirs in zip(*made, strict=True):
         assert ours.device.type == "cpu"
         assert torch.equal(ours, theirs)
-
-
-def _codec(method: str, options: dict[str, object], side: Side, dim: int) -> Codec:
-    codec = get_method(method)
-    context = CodecContext(side, dim, 2, 2, 0, 16, torch.float32, torch.device("cpu"), half_layout(dim))
-    return codec(codec.Options(**options), context)

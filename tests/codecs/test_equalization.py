@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.method_cases import make_codec
 
 from kvcache_compress.codecs import linear
-from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
+from kvcache_compress.codecs.base import Codec, Prompt
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.codecs.transforms.equalization import channel_factors, channel_rms
-from kvcache_compress.config import get_method
 
 HEADS, DIM = 2, 32
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -31,13 +31,6 @@ def states(factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     keys[:, 0, :, [3, 20]] *= factor
     queries[:, :2, :, [3, 20]] /= factor
     return keys, queries
-
-
-def codec(name: str, side: Any = "keys", sinks: int = 16, **options: Any) -> Codec:
-    kind = get_method(name)
-    return kind(
-        kind.Options(**options), CodecContext(side, DIM, HEADS, 0, 0, sinks, torch.float32, torch.device("cpu"))
-    )
 
 
 def score_error(made: Codec, keys: torch.Tensor, queries: torch.Tensor) -> float:
@@ -101,9 +94,9 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
     errors = []
     for factor, equalize in ((1.0, "auto"), (16.0, "auto"), (16.0, "off")):
         keys, queries = states(factor)
-        made = codec(name, **options, equalize=equalize)
+        made = make_codec(name, DIM, heads=HEADS, **options, equalize=equalize)
         assert made.may_need_queries == (equalize == "auto")
-        alone = codec(name, **options, equalize=equalize)
+        alone = make_codec(name, DIM, heads=HEADS, **options, equalize=equalize)
         assert alone.learn(keys) == (factor == 1 or equalize == "off")
         made.observe(Prompt(keys[:, :, :0], keys, 0, queries=AttentionCall.of(queries, scaling=1.0)))
         errors.append(score_error(made, keys, queries))
@@ -115,9 +108,13 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
 def test_off() -> None:
     """Values are not equalized, nor keys without dense sinks, nor where channels have a sketch of their own."""
     keys, queries = states(16.0)
-    for made in (codec("turboquant", "values"), codec("turboquant", sinks=0), codec("qjl", outlier_channels=4)):
+    for made in (
+        make_codec("turboquant", DIM, "values", heads=HEADS),
+        make_codec("turboquant", DIM, heads=HEADS, sinks=0),
+        make_codec("qjl", DIM, heads=HEADS, outlier_channels=4),
+    ):
         assert not made.may_need_queries
         assert made.learn(keys)
         assert "factors" not in made.measure(keys, queries)
     with pytest.raises(ValueError, match="equalize='auto' for values of turboquant "):
-        codec("turboquant", "values", equalize="auto")
+        make_codec("turboquant", DIM, "values", equalize="auto")

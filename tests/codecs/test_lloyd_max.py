@@ -18,16 +18,6 @@ def density(dim: int, points: int = 400_001) -> tuple[torch.Tensor, torch.Tensor
     return x, weight / weight.sum()
 
 
-GAUSSIAN = {1: [0.7979], 2: [0.4528, 1.5104], 3: [0.2451, 0.7560, 1.3439, 2.1520]}
-"""Positive levels of the optimal quantizer of a unit normal (Max, 1960)."""
-
-
-@pytest.mark.parametrize("bits", GAUSSIAN)
-def test_large_dimensions_are_gaussian(bits: int) -> None:
-    levels = lloyd_max_levels(100_000, bits) * math.sqrt(100_000)
-    assert levels.tolist() == pytest.approx([-v for v in GAUSSIAN[bits][::-1]] + GAUSSIAN[bits], abs=2e-4)
-
-
 @pytest.mark.parametrize(("bits", "step"), [(2, 0.9957), (3, 0.586), (4, 0.3352)])
 def test_uniform_steps(bits: int, step: float) -> None:
     levels = uniform_levels(100_000, bits) * math.sqrt(100_000)

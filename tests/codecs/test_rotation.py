@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from support.method_cases import make_codec
 
-from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.quantizers.sketch import sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.rotation import haar, random_rotation
 
@@ -49,7 +49,7 @@ def test_seeds_of_codecs_are_unrelated() -> None:
     seeds = [0, 1, 2, 3, 7, 8, 16]
     parts = ["rotation 0", "rotation 1", "sketch 0"]
     found = [
-        CodecContext(side, 64, 1, layer, seed, 0, torch.float32, torch.device("cpu")).seed_of(part, shared)
+        make_codec("none", 64, side, seed, layer=layer).context.seed_of(part, shared)
         for seed in seeds
         for part in parts
         for shared, layers, sides in ((True, [0], ["keys"]), (False, range(40), ["keys", "values"]))
@@ -59,16 +59,6 @@ def test_seeds_of_codecs_are_unrelated() -> None:
     assert len(set(found)) == len(found)
     nearby = {seed + offset for seed in found for offset in range(1, 8)}
     assert not nearby & set(found), "nor are they shifts of each other"
-
-
-def test_a_shared_seed_is_one_for_all_layers_and_sides() -> None:
-    contexts = [
-        CodecContext(side, 64, 1, layer, 5, 0, torch.float32, torch.device("cpu"))
-        for layer in (0, 3)
-        for side in ("keys", "values")
-    ]
-    assert len({context.seed_of("rotation", shared=True) for context in contexts}) == 1
-    assert len({context.seed_of("rotation") for context in contexts}) == 4
 
 
 def test_haar_is_uniform() -> None:

@@ -140,12 +140,10 @@ def test_long_after_loading(model: Any, tmp_path: Path, equalize: str) -> None:
 @pytest.mark.parametrize(("side", "method"), [("keys", "turboquant"), ("values", "spectral")])
 def test_fractional_bits(model: Any, method: str, side: str) -> None:
     """Bits of two channel sets become whole ones, or stay as they are in later eras."""
-    cache = cache_of(model, method, **{side: {"method": "turboquant", "bits": 2.5}})
-    feed(model, cache, 200, 150, 150)
-    assert cache.packed_tokens > 300
-    plain = cache_of(model, method, **{side: {"method": "turboquant", "bits": 2.5}}, bits_by_layer=None)
-    feed(model, plain, 200, 150, 150)
-    assert plain.packed_tokens > 300
+    for auto in ("auto", None):
+        cache = cache_of(model, method, **{side: {"method": "turboquant", "bits": 2.5}}, bits_by_layer=auto)
+        feed(model, cache, 200, 150, 150)
+        assert cache.packed_tokens > 300
 
 
 def test_no_era_of_the_first_prompt(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
+from support.method_cases import make_codec
 from support.models.small_model import small_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
+from kvcache_compress.codecs.base import Codec, Prompt
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.methods.spectral import prefill
-from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
 from kvcache_compress.storage import eras, side
 from kvcache_compress.storage.eras import Era, runs
 
@@ -167,10 +167,9 @@ class Kinds:
         return Prompt(x[:, :, :4], x[:, :, 4:], 16, queries=AttentionCall.of(query, scaling=0.2))
 
     @staticmethod
-    def codec(*prompts: Prompt) -> SpectralCodec:
+    def codec(*prompts: Prompt) -> Codec:
         """A codec that has observed these prompts."""
-        context = CodecContext("keys", 32, 2, 0, 0, 4, torch.float32, torch.device("cpu"))
-        codec = SpectralCodec(SpectralOptions(bits=2, group=32), context)
+        codec: Any = make_codec("spectral", 32, heads=2, sinks=4, rope=None, bits=2, group=32)
         for prompt in prompts:
             codec.observe(prompt)
         return codec

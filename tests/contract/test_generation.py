@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.oracle import FEW, label
+from support.oracle import few
 
-from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress import disable_fused_attention, enable_fused_attention
 
 WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
@@ -18,7 +18,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 NEW = 28
 """New tokens; enough that generated tokens are packed too."""
-few = pytest.mark.parametrize("case", FEW, indirect=True, ids=label)
 
 
 def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -45,17 +44,6 @@ def test_fused_equals_not_fused(
     assert torch.equal(*outputs)
 
 
-def test_speculative_without_compression_is_greedy(tiny_model: Any, assistant: Any, ids: torch.Tensor) -> None:
-    """With a window so wide that nothing is packed, assisted generation gives the greedy tokens."""
-    prompt = ids[:1, :50]
-    plain = tiny_model.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    config = {"keys": "turboquant", "values": "turboquant", "recent_tokens": 512}
-    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
-        cache = CompressedCache(tiny_model.config, config)
-        got = tiny_model.generate(prompt, **with_cache(cache), max_new_tokens=NEW, do_sample=False, **how)
-        assert torch.equal(got, plain)
-
-
 @few
 def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None:
     """The next prompt of a chat is a chunk over a packed past; `generate` feeds only its new tokens."""
@@ -67,17 +55,3 @@ def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None
     assert cache.packed_tokens > 64
     assert turns[0].shape[1] == 90 + 2 * NEW
     assert torch.equal(*turns)
-
-
-@few
-def test_left_padded_beams(case: Any, ids: torch.Tensor) -> None:
-    """Beam search reorders the rows of a left-padded batch, together with the positions that some methods keep."""
-    mask = torch.ones(2, 70, dtype=torch.long)
-    mask[1, :11] = 0
-    prompt = ids[:, :70].masked_fill(mask == 0, 0)
-    how = {"attention_mask": mask, "do_sample": False, "num_beams": 2, "max_new_tokens": 12}
-    cache = case.cache()
-    outputs = [generate(case, one, prompt, **how) for one in (cache, case.oracle())]
-    assert cache.packed_tokens >= 64, "generated tokens were packed as well"
-    assert cache.batch_size == 4
-    assert torch.equal(*outputs)

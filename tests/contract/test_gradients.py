@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
+from support.models import family_cases
 from support.models.small_model import VOCAB, method_config, mixed_config, small_model
-from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 
@@ -114,19 +115,13 @@ def test_compiled_code_has_none(model: Any, capacity: int | None) -> None:
 @pytest.mark.parametrize("weight", ["self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.sinks"])
 def test_of_one_weight(weight: str) -> None:
     """Keys, values and learned sink logits have gradients even if the queries have none."""
-    config = GptOssConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1,
-        layer_types=["full_attention"], pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(config).eval()
+    model = family_cases.build("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
     enable_fused_attention(model)
     model.requires_grad_(False)
     name = f"model.layers.0.{weight}"
     model.get_parameter(name).requires_grad_(True)
     ids = tokens(PROMPT + 1)
-    cache = CompressedCache(config, CONFIGS["turboquant"])
+    cache = CompressedCache(model.config, CONFIGS["turboquant"])
     with torch.no_grad():
         model(input_ids=ids[:, :PROMPT], **with_cache(cache))
     expected = expected_gradients(model, cache, ids[:, PROMPT:])

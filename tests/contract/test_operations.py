@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.oracle import CONFIGS, FLIPPED, KINDS, assert_close_but_for_flips, label
+from support.oracle import CONFIGS, FLIPPED, KINDS, TOLERANCE, assert_close_but_for_flips, examples, label
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
-
-TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 
 @dataclass(frozen=True)
@@ -249,14 +247,7 @@ def test_any_sequence_of_operations(case: Any, capacity: int | None, kind: str, 
         request.getfixturevalue(kind)
     packed, refused = [], []
 
-    @settings(
-        max_examples=10,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    @examples(10)
     @given(RUNS)
     def run(prompt_and_operations: tuple[int, list[tuple[str, Any]]]) -> None:
         prompt, operations = prompt_and_operations

@@ -1,38 +1,15 @@
 """Rules of every method: which tokens are packed, what a step attends to, and which operations are refused."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.oracle import FEW, assert_close_but_for_flips, label
-from transformers import DynamicCache
+from support.oracle import TOLERANCE, assert_close_but_for_flips, few, label
 
-from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress import enable_fused_attention
 from kvcache_compress.storage.view import record_paths
-
-TOLERANCE = {"atol": 1e-4, "rtol": 0}
-few = pytest.mark.parametrize("case", FEW, indirect=True, ids=label)
-
-
-def compressed(cache: Any) -> list[Any]:
-    return [layer for layer in cache.layers if hasattr(layer, "packed_tokens")]
-
-
-@few
-def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
-    """A later token of a step has no effect on the earlier ones."""
-    changed = ids[:, 60:66].clone()
-    changed[:, -1] = (changed[:, -1] + 1) % 128
-    one, other = case.cache(), case.cache()
-    for cache in (one, other):
-        case.feed(cache, ids[:, :60])
-    got, expected = case.feed(one, ids[:, 60:66]), case.feed(other, changed)
-    assert one.packed_tokens > 0
-    torch.testing.assert_close(got[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
-    assert (got[:, -1] - expected[:, -1]).abs().max() > 0.1
 
 
 @few
@@ -65,7 +42,9 @@ def test_windows(case: Any, ids: torch.Tensor, sizes: list[int], changes: dict[s
     cache, oracle = case.cache(**changes), case.oracle(**changes)
     assert_close_but_for_flips(*(case.feed(one, ids[:, : sum(sizes)], sizes) for one in (cache, oracle)))
     assert cache.packed_tokens == packed
-    assert [layer.packed_tokens for layer in compressed(cache)] == [layer.packed for layer in oracle.layers]
+    assert [layer.packed_tokens for layer in cache.compressed_layers.values()] == [
+        layer.packed for layer in oracle.layers
+    ]
 
 
 def test_path_is_taken(case: Any, ids: torch.Tensor) -> None:
@@ -79,7 +58,7 @@ def test_path_is_taken(case: Any, ids: torch.Tensor) -> None:
         with record_paths() as paths:
             case.feed(cache, part)
         taken.append(paths)
-    layers = compressed(cache)
+    layers = cache.compressed_layers.values()
     backends = [layer.backend.name for layer in layers]
     chunks = ["cpp" if layer.sides["values"].codec.chunks_on_cpp else "tiled" for layer in layers]
     fused_chunks = [path for path, backend in zip(chunks, backends, strict=True) if backend == "cpp"]
@@ -97,27 +76,10 @@ def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) ->
             unfused.feed(one, ids[:, :63], [60, 3])
         twin = copy.deepcopy(cache)
         enable_fused_attention(unfused.model)
-        assert all(layer.fused for layer in compressed(cache) + compressed(twin))
+        assert all(layer.fused for layer in [*cache.compressed_layers.values(), *twin.compressed_layers.values()])
         got = unfused.feed(cache, ids[:, 63:65])
         assert cache.packed_tokens > 0
         torch.testing.assert_close(got, unfused.feed(oracle, ids[:, 63:65]), **TOLERANCE)
-
-
-def test_crop_keeps_codes(unfused: Any, ids: torch.Tensor) -> None:
-    """Whole groups keep their codes; a group that is cut is decoded into the tail. Removing nothing changes nothing."""
-    cache = unfused.cache()
-    cache.crop(-7)
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        unfused.feed(cache, ids[:, :75], [61, 14])
-    before = copy.deepcopy(cache)
-    cache.crop(0)
-    assert cache.packed_tokens == before.packed_tokens == 32
-    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, before.layers, strict=True))
-    cache.crop(-51)
-    for layer in cache.layers:
-        assert layer.packed_tokens == (24 - layer.plan.sink_tokens if layer.group == 1 else 0)
-        assert layer.get_seq_length() == 24
 
 
 def test_positive_crop_means_what_it_means_to_transformers(unfused: Any, ids: torch.Tensor) -> None:
@@ -135,35 +97,6 @@ def test_positive_crop_means_what_it_means_to_transformers(unfused: Any, ids: to
         assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
     assert cache.packed_tokens > 0
     assert cache.get_seq_length() == oracle.get_seq_length()
-
-
-OPERATIONS: dict[str, Callable[[Any], None]] = {
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0, 1])),
-    "repeat": lambda cache: cache.batch_repeat_interleave(2),
-    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
-    "select-mask": lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_rows_of_empty_and_uncompressed_caches(unfused: Any, ids: torch.Tensor, operation: str) -> None:
-    """Batch operations do nothing to no tokens. A cache of only Transformers' layers has their results and errors."""
-    OPERATIONS[operation](unfused.cache())
-    config = {"keys": "kivi", "values": "kivi", "layers": [{"match": "0-2", "method": "none"}]}
-    cache, dense = CompressedCache(unfused.model.config, config), DynamicCache(config=unfused.model.config)
-    with torch.no_grad():
-        for one in (cache, dense):
-            unfused.feed(one, ids[:, :20])
-            OPERATIONS[operation](one)
-        batch = dense.layers[0].keys.shape[0]
-        assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
-        rest = ids.repeat(2, 1)[:batch, 20:23]
-        assert torch.equal(*(unfused.feed(one, rest) for one in (cache, dense)))
-    with pytest.raises(IndexError):
-        cache.batch_select_indices([0, batch])
-    with pytest.raises(ValueError, match="beam_idx"):
-        cache.reorder_cache("first")
-    assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
 
 
 @pytest.mark.parametrize("case", [("spectral-prefill", True)], indirect=True, ids=label)

@@ -3,15 +3,13 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.cache_name import with_cache
 from support.kernels.attention_cases import attended
-from support.oracle import CONFIGS, assert_close_but_for_flips, label
+from support.oracle import CONFIGS, TOLERANCE, assert_close_but_for_flips, label
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
@@ -24,7 +22,6 @@ from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import PathTaken, View, record_paths
 
-TOLERANCE = {"atol": 1e-4, "rtol": 0}
 CAPACITY = 230
 both_kinds_of_steps = pytest.mark.parametrize("capacity", ["static", "static_shapes"], indirect=True)
 
@@ -66,32 +63,6 @@ def test_steps_have_static_shapes_and_never_wait(unfused: Any, ids: torch.Tensor
         assert all(trace == traces[0] for trace in traces)
         assert layer.packed_tokens == before + 32
         assert buffers == [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
-
-
-def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs, tokens are encoded once in 32 steps, and buffers stay where they are."""
-    prompt, *steps = torch.randn(2, 2, 124, 32, generator=torch.Generator().manual_seed(0)).split([60, *[1] * 64], 2)
-    encoded: list[int] = []
-
-    def encode(original: Callable[..., Any], x: torch.Tensor, *rest: Any) -> Any:
-        encoded.append(x.shape[2])
-        return original(x, *rest)
-
-    for layer in unfused.cache(max_cache_len=CAPACITY).layers:
-        if not hasattr(layer, "sides"):
-            continue
-        layer.append(prompt, prompt)
-        sides = layer.sides.values()
-        buffers = [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
-        before = layer.packed_tokens
-        for state in sides:
-            monkeypatch.setattr(state.codec, "encode", partial(encode, state.codec.encode))
-        for token in steps:
-            layer.append(token, token)
-        assert layer.packed_tokens == before + 64
-        assert encoded == [layer.flush_tokens] * (2 * 64 // layer.flush_tokens)
-        assert buffers == [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
-        encoded.clear()
 
 
 def test_what_is_not_finite_or_too_much_is_refused(unfused: Any, ids: torch.Tensor) -> None:
@@ -257,28 +228,6 @@ def test_equal_in_all_caches(case: Any, ids: torch.Tensor, backend: str) -> None
     assert_close_but_for_flips(static, growing)
     assert_close_but_for_flips(static, case.feed(case.oracle(), ids[:, : sum(SIZES)], SIZES, mask)[:, 11:])
     assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("sdpa", torch.float32), ("eager", torch.bfloat16)])
-def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype) -> None:
-    """Boolean and additive masks give equal results, by the same arithmetic in the same order."""
-    disable_fused_attention(model)
-    model.to(dtype).set_attn_implementation(kind)
-    enable_fused_attention(model)
-    mask = torch.ones_like(ids)
-    mask[1, :11] = 0
-    results = []
-    for capacity in (None, CAPACITY):
-        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
-        parts = []
-        for start, stop in ((0, 150), (150, 180), (180, 230)):
-            with torch.no_grad(), record_paths() as taken:
-                output = model(ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(cache))
-            assert {*chunks(taken, 150)} == ({"tiled"} if start else set())
-            parts.append(output.logits[:, 11 if start == 0 else 0 :])
-        results.append(torch.cat(parts, 1))
-        assert cache.packed_tokens > 2 * TILE
-    assert_close_but_for_flips(*(x.float() for x in results))
 
 
 class _Largest(TorchDispatchMode):

@@ -17,6 +17,7 @@ from support.kernels.attention_cases import (
     NONE,
     Case,
     check_attention,
+    check_hidden_rows,
     commvq,
     error,
     kivi,
@@ -24,11 +25,11 @@ from support.kernels.attention_cases import (
     segments,
     tq,
 )
+from support.method_cases import neighbour_layout
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention import launch
-from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.view import View
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -73,16 +74,6 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., View]) -> No
         check_attention(attend, CALLS[name], keys, values)
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    query = torch.randn(2, 6, 1, 64)
-    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
-    mask[1] = False
-    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
-    assert out[0].abs().sum() > 0
-    assert (out[1] == 0).all()
-
-
 def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., View]) -> None:
     """Rows masked with the lowest number are averages, as in plain attention, where all logits become that number."""
     keys, values = segments(Case(), make_side)
@@ -94,12 +85,8 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
 
 @pytest.mark.parametrize("rotary", [4, 20])
 def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., View]) -> None:
-    """RoPE on some of the pairs of neighbours, as in GLM 4 and GPT-NeoX; positions differ per row."""
-    rest = range(2 * rotary, 64)
-    real, imaginary = range(0, 2 * rotary, 2), range(1, 2 * rotary, 2)
-    order = (*real, *rest[: len(rest) // 2], *imaginary, *rest[len(rest) // 2 :])
-    layout = RopeLayout(order, rotary, tuple(range(rotary)))
-    keys = make_side(*commvq(), "keys", 64, 50, layout=layout)
+    """Positions differ per row."""
+    keys = make_side(*commvq(), "keys", 64, 50, layout=neighbour_layout(64, rotary))
     values = make_side(*tq(4), "values", 64, 50)
     query = torch.randn(2, 6, 1, 64)
     out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
@@ -113,6 +100,10 @@ def test_queries_of_any_strides(make_side: Callable[..., View]) -> None:
     out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     for strided in (query.transpose(1, 2).contiguous().transpose(1, 2), query.mT.contiguous().mT):
         assert torch.equal(launch.attend(AttentionCall.of(strided, scaling=0.125), keys, values), out)
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
+    check_hidden_rows(launch.attend, *segments(Case(), make_side))
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:
@@ -141,21 +132,6 @@ def test_result_does_not_depend_on_threads(make_side: Callable[..., View]) -> No
         torch.set_num_threads(threads)
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found[2], found[0], atol=1e-6, rtol=1e-5)
-
-
-def test_what_does_not_fit_is_refused(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
-        with pytest.raises(RuntimeError, match=message):
-            launch.attend(AttentionCall.of(torch.randn(shape), scaling=0.125), keys, values)
-    with pytest.raises(RuntimeError, match="s_aux must hold one logit per query head"):
-        launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125, s_aux=torch.randn(2)), keys, values)
-    with pytest.raises(RuntimeError, match="floating point"):
-        launch.attend(AttentionCall.of(torch.ones(2, 6, 1, 64, dtype=torch.int64), scaling=0.125), keys, values)
-    values = make_side(*kivi(4), "values", 64, 64)
-    values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
-    with pytest.raises(RuntimeError, match="2 options, where 3 are needed"):
-        launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
 
 
 def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., View]) -> None:

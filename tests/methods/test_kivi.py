@@ -1,12 +1,8 @@
 """KIVI: groups, exactness on the grid, the error bound, and the stored bits."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-
-Make = Callable[..., Any]
+from support.method_cases import make_codec
 
 
 def grid(bits: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
@@ -18,7 +14,7 @@ def grid(bits: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
-def test_exact_on_the_grid(make_codec: Make, bits: int) -> None:
+def test_exact_on_the_grid(bits: int) -> None:
     """Numbers on the grid come back exactly; groups are 32 tokens of a channel (keys), or 32 channels of a token."""
     keys = grid(bits, (2, 3, 4, 32, 64), axis=3).flatten(2, 3)
     codec = make_codec("kivi", 64, "keys", bits=bits)
@@ -28,7 +24,7 @@ def test_exact_on_the_grid(make_codec: Make, bits: int) -> None:
     assert torch.equal(codec.decode(codec.encode(values)), values)
 
 
-def test_grouping(make_codec: Make) -> None:
+def test_grouping() -> None:
     """A large channel of keys does not add error to other channels, nor a large token of values to other tokens."""
     x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     loud_channel, loud_token = x.clone(), x.clone()
@@ -45,7 +41,7 @@ def test_grouping(make_codec: Make) -> None:
     torch.testing.assert_close(spoiled[..., 32:], plain[..., 32:])
 
 
-def test_groups_are_independent(make_codec: Make) -> None:
+def test_groups_are_independent() -> None:
     """Codes of a group do not depend on the tokens before or after it."""
     x = torch.randn(1, 2, 96, 64)
     codec = make_codec("kivi", 64, "keys", heads=2, bits=2)
@@ -56,7 +52,7 @@ def test_groups_are_independent(make_codec: Make) -> None:
 
 
 @pytest.mark.parametrize(("side", "group_size", "bits"), [("keys", 16, 2), ("values", 32, 4), ("keys", 64, 4)])
-def test_error_bound(make_codec: Make, side: str, group_size: int, bits: int) -> None:
+def test_error_bound(side: str, group_size: int, bits: int) -> None:
     """The error is at most half a step, plus 16-bit rounding of scale and zero point (at most a 2048th of each)."""
     x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(1)) * 3 + 1
     codec = make_codec("kivi", 64, side, heads=2, bits=bits, group_size=group_size)
@@ -73,7 +69,7 @@ def test_error_bound(make_codec: Make, side: str, group_size: int, bits: int) ->
     ("bits", "group_size", "real"), [(2, 32, 3.0), (4, 32, 5.0), (4, 64, 4.5), (3, 16, 5.0), (1, 128, 1.25)]
 )
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_real_bits(make_codec: Make, side: str, bits: int, group_size: int, real: float) -> None:
+def test_real_bits(side: str, bits: int, group_size: int, real: float) -> None:
     """b bits are b + 32 / group_size: a scale and a zero point of 16 bits per group."""
     codec = make_codec("kivi", 128, side, bits=bits, group_size=group_size)
     assert codec.bits_per_number() == real
@@ -81,7 +77,7 @@ def test_real_bits(make_codec: Make, side: str, bits: int, group_size: int, real
     assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == real
 
 
-def test_constant_and_huge_groups(make_codec: Make) -> None:
+def test_constant_and_huge_groups() -> None:
     for side in ("keys", "values"):
         codec = make_codec("kivi", 64, side, bits=2)
         constant = torch.full((1, 1, 32, 64), 1.5)

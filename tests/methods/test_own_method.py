@@ -1,14 +1,14 @@
 """CONTRIBUTING's recipe: a method of three functions, in one file outside the package, does all that others do."""
 
 from pathlib import Path
-from typing import Any
 
 import own_method
 import pytest
 import torch
 from own_method import RoundingCodec
 from support.cache_name import with_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.method_cases import make_codec
+from support.models.small_model import small_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
 
@@ -16,10 +16,6 @@ MOST_LINES = 59
 KEYS, VALUES = {"method": "rounding"}, {"method": "rounding", "bits": 3}
 TURBOQUANT = {"method": "turboquant", "bits": 4}
 CONTRACT = {"own-method": {"keys": KEYS, "values": VALUES}, "own-turboquant": {"keys": KEYS, "values": TURBOQUANT}}
-MODEL = LlamaConfig(
-    hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, pad_token_id=0,
-    bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
 
 
 def test_it_is_one_short_file() -> None:
@@ -30,7 +26,7 @@ def test_it_is_one_short_file() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 5])
-def test_numbers_are_rounded_to_the_nearest(make_codec: Any, bits: int) -> None:
+def test_numbers_are_rounded_to_the_nearest(bits: int) -> None:
     codec = make_codec("rounding", 64, bits=bits)
     assert codec.bits_per_number() == bits + 16 / 64
     assert codec.group == 1
@@ -45,7 +41,7 @@ def test_numbers_are_rounded_to_the_nearest(make_codec: Any, bits: int) -> None:
 def test_other_backends_are_refused(pair: str, backend: str) -> None:
     config = {**CONTRACT[pair], "backend": backend}
     with pytest.raises(ValueError, match=rf'backend="{backend}" is unavailable for method \'rounding\'; use'):
-        CompressedCache(MODEL, config)
+        CompressedCache(small_config(), config)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +51,7 @@ def test_other_backends_are_refused(pair: str, backend: str) -> None:
 def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tmp_path: Path) -> None:
     """Generate, save and load with a YAML file that names the registered method."""
     (tmp_path / "own.yaml").write_text(load_config({**CONTRACT[pair], "max_cache_len": capacity}).to_yaml())
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(MODEL).eval()
+    model = small_model()
     if fused:
         enable_fused_attention(model)
     cache = CompressedCache(model.config, tmp_path / "own.yaml")

@@ -1,15 +1,14 @@
 """QJL: the estimator's theory, outlier channels, and what is stored."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.method_cases import make_codec, unit_vectors
 
 from kvcache_compress import load_config
 
-Make = Callable[..., Any]
 PAPER = {"scalar": "norm", "center": "off"}
 _VALUES = {"method": "kivi", "bits": 2}
 CONTRACT = {
@@ -31,8 +30,8 @@ ENCODERS = [
 ]
 
 
-def keys_and_queries(make_unit: Make, dim: int, queries: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_unit(1000, dim), make_unit(queries, dim, seed=2)
+def keys_and_queries(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return unit_vectors(1000, dim), unit_vectors(20, dim, seed=2)
 
 
 def errors(codec: Any, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -41,7 +40,7 @@ def errors(codec: Any, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize(("kind", "outliers"), [("orthogonal", 8), ("gaussian", 0)])
-def test_unbiased_over_sketches(make_codec: Make, kind: str, outliers: int) -> None:
+def test_unbiased_over_sketches(kind: str, outliers: int) -> None:
     """Lemma 3.2: over 300 sketches the mean error of each product is within five standard errors of zero."""
     generator = torch.Generator().manual_seed(3)
     keys, queries = torch.randn(2, 1, 1, 40, 32, generator=generator).unbind()
@@ -57,54 +56,22 @@ def test_unbiased_over_sketches(make_codec: Make, kind: str, outliers: int) -> N
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("orthogonal", 0.046), ("gaussian", 0.079)])
-def test_error_of_unit_vectors(make_codec: Make, unit_vectors: Make, kind: str, expected: float) -> None:
+def test_error_of_unit_vectors(kind: str, expected: float) -> None:
     """m = 256, d = 128: the standard deviation for Gaussian S is bounded by sqrt(π / 2m) = .0783, see below."""
-    found = errors(make_codec("qjl", 128, sketch_dim=256, sketch=kind, **PAPER), *keys_and_queries(unit_vectors, 128))
+    found = errors(make_codec("qjl", 128, sketch_dim=256, sketch=kind, **PAPER), *keys_and_queries(128))
     assert found.std().item() == pytest.approx(expected, rel=0.06)
     assert abs(found.mean().item()) < 0.002
 
 
-@pytest.mark.parametrize(("outliers", "cosine"), [(0, 0.0), (0, 0.9), (8, 0.5)])
-def test_variance_bound_and_tail(make_codec: Make, cosine: float, outliers: int) -> None:
-    """Gaussian S of m rows: variance (π/2 ‖q‖²‖k‖² - (q·k)²)/m, below (π/2m)‖q‖²‖k‖², and Bernstein's tail.
-
-    With outliers each sketch has its own m and its own parts of q and k, and variances add up. Lemma 3.5 has
-    exp(-3/4 m ε² / (1 + ε)), less than a variance of π/2m allows at small ε; see docs/methods/qjl.md.
-    """
-    rows, dim, sketches = (128, 64), 64, 1500
-    generator = torch.Generator().manual_seed(4)
-    key, query = torch.zeros(2, 1, 1, 1, dim).unbind()
-    bounds, products = [], []
-    for part, length in ((slice(outliers, dim), 3.0), (slice(0, outliers), 20.0))[: 2 if outliers else 1]:
-        k, other = torch.randn(2, dim, generator=generator)[:, part].sign().unbind()
-        other = other - (other @ k) / (k @ k) * k
-        key[..., part] = length * k / k.norm()
-        query[..., part] = 2 / length * (cosine * k / k.norm() + math.sqrt(1 - cosine**2) * other / other.norm())
-        products.append((query[..., part] @ key[..., part].mT).item())
-        bounds.append((query[..., part].norm() * key[..., part].norm()).item())
-    options = {"sketch": "gaussian", "outlier_channels": outliers, **PAPER}
-    options |= {"sketch_dim": rows[0], "outlier_sketch_dim": rows[1]}
-    codecs = (make_codec("qjl", dim, seed=seed, **options) for seed in range(sketches))
-    found = torch.cat([errors(codec, key, query).view(1) for codec in codecs])
-    parts = list(zip(bounds, products, rows, strict=False))
-    expected = sum((math.pi / 2 * bound**2 - product**2) / m for bound, product, m in parts)
-    most = sum(math.pi / 2 * bound**2 / m for bound, _, m in parts)
-    assert found.var().item() == pytest.approx(expected, rel=0.15)
-    assert found.var().item() <= most * (1 + 4 * math.sqrt(2 / sketches))
-    for epsilon in (0.4, 0.6, 0.8):
-        slack = 4 / 3 * epsilon * max(bound / m for bound, _, m in parts)
-        assert (found.abs() > epsilon).float().mean() <= 2 * math.exp(-(epsilon**2) / (2 * most + slack))
-
-
-def test_match_keeps_the_length(make_codec: Make, unit_vectors: Make) -> None:
+def test_match_keeps_the_length() -> None:
     """A key decodes to its own length, and products have a smaller error than with the paper's norm."""
-    keys, queries = keys_and_queries(unit_vectors, 64)
+    keys, queries = keys_and_queries(64)
     ours, papers = make_codec("qjl", 64, center="off"), make_codec("qjl", 64, **PAPER)
     torch.testing.assert_close(ours.decode(ours.encode(keys)).norm(dim=-1), torch.ones(1, 1, 1000), atol=1e-3, rtol=0)
     assert errors(ours, keys, queries).std() < 0.92 * errors(papers, keys, queries).std()
 
 
-def test_outlier_channels(make_codec: Make) -> None:
+def test_outlier_channels() -> None:
     """The largest channels of each head get their own sketch and no longer determine the error of the others."""
     keys = torch.randn(2, 2, 200, 64, generator=torch.Generator().manual_seed(1))
     loud = [[3, 17, 40, 63], [0, 8, 9, 33]]
@@ -125,7 +92,7 @@ def test_outlier_channels(make_codec: Make) -> None:
         make_codec("qjl", 64, outlier_channels=4).encode(keys[:, :1])
 
 
-def test_silent_outliers_and_zero_keys_stay_finite(make_codec: Make) -> None:
+def test_silent_outliers_and_zero_keys_stay_finite() -> None:
     """Norms are those of the inliers themselves; a difference of squares could go negative."""
     keys = torch.zeros(1, 1, 40, 64)
     keys[..., :8] = 300.0
@@ -138,7 +105,7 @@ def test_silent_outliers_and_zero_keys_stay_finite(make_codec: Make) -> None:
 
 
 @pytest.mark.parametrize(("dim", "rows"), [(128, 256), (80, 160), (96, 40)])
-def test_storage(make_codec: Make, dim: int, rows: int) -> None:
+def test_storage(dim: int, rows: int) -> None:
     """A compression of 16 d / (m + 16), and with outliers 16 + m' bits more."""
     codec = make_codec("qjl", dim, sketch_dim=rows)
     assert 16 / codec.bits_per_number() == pytest.approx(16 * dim / (rows + 16))
@@ -160,7 +127,7 @@ def test_storage(make_codec: Make, dim: int, rows: int) -> None:
         ({"outlier_channels": 64}, "outlier_channels=64 "),
     ],
 )
-def test_refused(make_codec: Make, options: dict[str, Any], message: str) -> None:
+def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_codec("qjl", 64, **options)
     with pytest.raises(ValueError, match="qjl for values"):

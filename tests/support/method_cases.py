@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from kvcache_compress.codecs.base import Codec, CodecContext
+from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.shared.rope_track import RopeTrack
 from support.paths import ROOT
@@ -51,10 +53,36 @@ def declared_list(name: str) -> list[Any]:
     return [item for module in _modules() for item in getattr(module, name, [])]
 
 
+def make_codec(
+    method: str, head_dim: int, side: Any = "keys", seed: int = 0, heads: int = 1, sinks: int = 16, *,
+    layer: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", rope: Any = "half",
+    **options: Any,
+) -> Codec:  # fmt: skip
+    """A codec without a cache, not yet prepared; `rope` has the model's rotary pairs, by default those of Llama."""
+    layout = half_layout(head_dim) if rope == "half" else rope
+    context = CodecContext(side, head_dim, heads, layer, seed, sinks, dtype, torch.device(device), layout)
+    codec = get_method(method)
+    return codec(codec.Options(**options), context)
+
+
+def unit_vectors(tokens: int, dim: int, seed: int = 1) -> torch.Tensor:
+    """Vectors uniform on the sphere, float32 `[1, 1, tokens, dim]`."""
+    x = torch.randn(1, 1, tokens, dim, generator=torch.Generator().manual_seed(seed))
+    return x / x.norm(dim=-1, keepdim=True)
+
+
 def half_layout(head_dim: int) -> RopeLayout:
     """Rotary layout with pairs (i, i + head_dim / 2), as in Llama."""
     half = head_dim // 2
     return RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
+
+
+def neighbour_layout(head_dim: int, rotary: int) -> RopeLayout:
+    """Rotary layout in which only the first `rotary` pairs of neighbours rotate, as in GLM 4 and GPT-NeoX."""
+    rest = range(2 * rotary, head_dim)
+    half = len(rest) // 2
+    order = (*range(0, 2 * rotary, 2), *rest[:half], *range(1, 2 * rotary, 2), *rest[half:])
+    return RopeLayout(order, rotary, tuple(range(rotary)))
 
 
 def random_track(layout: RopeLayout, batch: int, tokens: int, first: int = 0, stride: int = 1) -> RopeTrack:

@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -97,6 +99,18 @@ def label(case: tuple[str, bool]) -> str:
     return case[0] if case[1] else f"{case[0]}, decoded"
 
 
+few = pytest.mark.parametrize("case", FEW, indirect=True, ids=label)
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+
+
+def examples(count: int) -> settings:
+    """Hypothesis' settings for a few examples, the same in every run, each of which takes long."""
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
 class Rotary:
     """Source of cos and sin of new tokens: the model's own while attention is fused, else those of their indices."""
 
@@ -166,16 +180,9 @@ class OracleLayer(DynamicLayer):
         super().lazy_initialization(key_states, value_states)
         for side, plan, x in (("keys", self.plan.keys, key_states), ("values", self.plan.values, value_states)):
             context = CodecContext(
-                side=side,
-                head_dim=x.shape[-1],
-                heads=x.shape[1],
-                layer=self.index,
-                seed=self.config.seed,
-                sink_tokens=self.plan.sink_tokens,
-                dtype=x.dtype,
-                device=x.device,
-                rope=self.rotary.layout,
-            )
+                side, x.shape[-1], x.shape[1], self.index, self.config.seed, self.plan.sink_tokens, x.dtype, x.device,
+                self.rotary.layout,
+            )  # fmt: skip
             self.codecs.append(plan.codec()(plan.options(), context))
         self.group = math.lcm(*(codec.group for codec in self.codecs))
 

@@ -17,12 +17,14 @@ from support.paths import ROOT
 ATTENTION = "attention/test_attention.py::test_kernel_equals_plain_attention"
 FLUSH = "encode/test_flush.py::test_equals_operators"
 PLAN = "common/test_plan.py::test_"
+FAST_PATH = ("1-bit", "3-bit", "4-2", "uniform", "trellis", "kivi-2-4", "prod-3-2", "tree", "four-levels", "rope-4-4")
+"""Codecs that share no assembly: one of each is run."""
 CASES = {
     "sm_90": [
         f"{PLAN}steps_of_one_kind_repeat_the_first",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-growing]",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-static]",
-        *(f"{ATTENTION}[{name}-128-float16]" for name in ("trellis", "4-2", "kivi-2-4")),
+        *(f"{ATTENTION}[{name}-128-float16]" for name in FAST_PATH),
         *(f"{ATTENTION}[{name}-bfloat16]" for name in ("polar-paper", "polarquant-rope", "qjl", "spectral-2.5")),
         f"{ATTENTION}[commvq-bfloat16]",
         "attention/test_generation.py::test_generation_equals_the_torch_backend[static]",
@@ -42,11 +44,6 @@ CASES = {
     ],
     "sm_80, oldest Triton": [f"{PLAN}decoding_repeats_all_launches[turned-growing]"],
     "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],
-    "sm_100": [
-        f"{FLUSH}[0-4]",
-        f"{ATTENTION}[commvq-bfloat16]",
-        "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
-    ],
 }
 
 

@@ -8,20 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels.attention_cases import (
-    BARS,
-    F16,
-    F32,
-    NONE,
-    PAIRS,
-    Case,
-    error,
-    make_mask,
-    plain_attention,
-    segments,
-    tq,
-    trellis,
-)
+from support.kernels.attention_cases import F16, F32, NONE, PAIRS, Case, segments, tq
 from support.kernels.device import EMULATED
 
 from kvcache_compress.codecs.mask import AttentionCall
@@ -29,13 +16,10 @@ from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 Edit = Callable[[str], str]
-TREE = ("polarquant_recursive", {"bits": [4, 3, 2]})
 SHAPE = {"head_dim": 128, "groups": 4, "packed": 200}
 CASES = {
     "4-bit": Case(tq(4), tq(4), dtype=F16, **SHAPE),
-    "trellis": Case(trellis(2), trellis(2), dtype=F16, **SHAPE),
     "float32": Case(tq(4), tq(4), dtype=F32, **SHAPE),
-    "tree": Case(TREE, TREE, dtype=F16, head_dim=128, groups=4, packed=192),
     "warpgroup": Case(PAIRS["spectral-4"][0], NONE, dtype=F16, groups=4, packed=192),
 }
 
@@ -60,13 +44,13 @@ def later(ptx: str) -> str:
 
 
 UNWAITED, UNWRITTEN = "a copy is read before it was waited for", "uninitialised shared memory is read"
-OUTSIDE, WRONG = "outside its tensor", "wrong result"
+OUTSIDE = "outside its tensor"
 BARRIER, LOAD, STORE = (
     r"bar\.sync[^;]*;",
     r"(ld\.global\S* [^;]*\[ %rd\d+ \+ )0( \];)",
     r"(st\.global\S* \[ %rd\d+ \+ )0( \])",
 )
-HOPPER = {
+FAULTS: dict[str, tuple[str, str, Edit, str]] = {
     "no wait for copies": ("4-bit", "attend", all_of(r"cp\.async\.wait_group[^;]*;"), UNWAITED),
     "wait for fewer copies": ("4-bit", "attend", later, UNWAITED),
     "no groups of copies": ("4-bit", "attend", all_of(r"cp\.async\.commit_group[^;]*;"), UNWAITED),
@@ -88,44 +72,15 @@ HOPPER = {
     "a sum over the wrong lanes": (
         "4-bit", "merge", one_of(r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )\d+", r"\g<1>3"), "replicas differ",
     ),
-    "tables of the wrong lane": ("tree", "attend", all_of(r"mov\.u32 (\S+), %laneid", r"mov.u32 \1, %tid.y"), WRONG),
-    "the wrong segment of lanes": (
-        "tree", "attend", one_of(r"(shfl\.sync\.idx\.b32 [^,]*, [^,]*, [^,]*, )0x\w+", r"\g<1>0x1e1f"), WRONG,
-    ),
-    "the wrong bytes": ("trellis", "attend", one_of(r"(prmt\.b32 r?\S+ \S+ \S+ )0x5140", r"\g<1>0x4150"), WRONG),
-    "the wrong bits": ("4-bit", "attend", one_of("0x77777777", "0x37777777"), WRONG),
-    "operands in the wrong order": (
-        "4-bit", "attend",
-        one_of(r"(mma\.sync\.aligned\.m16n8k16\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"), WRONG,
-    ),
     "no wait for tensor cores": (
         "warpgroup", "attend", all_of(r"wgmma\.wait_group[^;]*;"), "used before it was waited for",
     ),
     "registers without a fence": ("warpgroup", "attend", all_of(r"wgmma\.fence[^;]*;"), "registers that no fence"),
     "memory without a fence": ("warpgroup", "attend", all_of(r"fence\.proxy\.async[^;]*;"), "what no fence shows them"),
 }  # fmt: skip
-BLACKWELL = {
-    "no wait for tensor cores": (
-        "warpgroup", "attend", all_of(r"mbarrier\.try_wait[^;]*;", "mov.pred complete, -1;"),
-        "used before it was waited for",
-    ),
-    "no commit": ("warpgroup", "attend", all_of(r"@\S+ tcgen05\.commit[^;]*;"), "waits for an mbarrier forever"),
-    "memory without a fence": ("warpgroup", "attend", all_of(r"fence\.proxy\.async[^;]*;"), "what no fence shows them"),
-    "no wait for loads": (
-        "warpgroup", "attend", all_of(r"tcgen05\.wait::ld[^;]*;"), "load from tensor memory was not waited for",
-    ),
-    "no wait for stores": (
-        "warpgroup", "attend", all_of(r"tcgen05\.wait::st[^;]*;"), "store to tensor memory was not waited for",
-    ),
-    "no barriers": ("warpgroup", "attend", all_of(BARRIER), "by another warp"),
-    "columns that are not allocated": (
-        "warpgroup", "attend", one_of(r"(tcgen05\.mma\S+ \[ %r\d+ \+ )0", r"\g<1>512"), "outside tensor memory",
-    ),
-}  # fmt: skip
-FAULTS: dict[str | None, dict[str, tuple[str, str, Edit, str]]] = {"sm_90": HOPPER, "sm_100": BLACKWELL}
-pytestmark = pytest.mark.skipif(EMULATED not in FAULTS, reason="the kernels that are edited are compiled for a GPU")
+pytestmark = pytest.mark.skipif(EMULATED != "sm_90", reason="the kernels that are edited are compiled for sm_90")
 ALONE = [("float32", "attend", 14), ("4-bit", "map_query", 7), ("4-bit", "merge", 14)]
-"""Kernels of sm_90, and how many of their first barriers are removed, one at a time."""
+"""Kernels, and how many of their first barriers are removed, one at a time."""
 
 
 @pytest.fixture
@@ -139,7 +94,6 @@ def attend(make_side: Callable[..., View], emulator: Any, monkeypatch: pytest.Mo
         keys, values = segments(case, make_side)
         heads = case.groups * keys.sinks.shape[1]
         query = torch.randn(2, heads, 1, case.head_dim).to(case.dtype)
-        mask = make_mask(case, 2, heads, keys.shape[2])
         edited: list[bool] = []
 
         def change(of: str, ptx: str) -> str:
@@ -154,37 +108,25 @@ def attend(make_side: Callable[..., View], emulator: Any, monkeypatch: pytest.Mo
             monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(32, 4, 2))
         noticed: list[str] = []
         try:
-            out = launch.attend(AttentionCall.of(query, mask, scaling=case.head_dim**-0.5), keys, values)
-            if not error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[case.dtype]:
-                noticed.append(WRONG)
+            launch.attend(AttentionCall.of(query, scaling=case.head_dim**-0.5), keys, values)
         except Exception as fault:
             noticed.append(str(fault))
         noticed += [line for launched in emulator.launches for line in launched.report()]
         emulator.launches.clear()
         assert edited
-        assert all(edited) or edit is unchanged
+        assert all(edited)
         return noticed
 
     return run
 
 
-def unchanged(ptx: str) -> str:
-    return ptx
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_unchanged_kernels_are_clean(name: str, attend: Any) -> None:
-    assert attend(name, "attend", unchanged) == []
-
-
-@pytest.mark.parametrize("name", FAULTS.get(EMULATED, {}))
+@pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_noticed(name: str, attend: Any) -> None:
-    case, kernel, edit, expected = FAULTS[EMULATED][name]
+    case, kernel, edit, expected = FAULTS[name]
     noticed = attend(case, kernel, edit)
     assert any(expected in line for line in noticed), noticed
 
 
-@pytest.mark.skipif(EMULATED != "sm_90", reason="the barriers are those of sm_90")
 @pytest.mark.parametrize(("case", "kernel", "number"), [(*kernel, i) for *kernel, count in ALONE for i in range(count)])
 def test_a_barrier_less_is_noticed(case: str, kernel: str, number: int, attend: Any) -> None:
     noticed = attend(case, kernel, one_of(BARRIER, number=number))

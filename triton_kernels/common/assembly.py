@@ -3,7 +3,7 @@
 `prmt.b32` looks up four bytes at once in a table of eight, with packed nibbles as selectors. A level needs two lookups,
 one per byte; another `prmt` interleaves four low and four high bytes into two pairs of levels, half2. A block gets any
 two words A and B of a thread and returns pairs (A_j, B_j) of their fields j.
-`tests/triton_kernels/attention/test_attention.py` runs the assembly without a GPU.
+`tests/triton_kernels/test_compiled.py` runs the assembly without a GPU.
 """
 
 from __future__ import annotations

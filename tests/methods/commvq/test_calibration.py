@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 from support.cache_name import with_cache
 from support.models.saved_model import saved_model
+from support.models.small_model import small_model
+from support.models.toy_tokenizers import Letters
 from torch.nn.functional import normalize
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kvcache_compress.cache.by_method import CommVQCache
@@ -33,21 +35,9 @@ SHORT = Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512,
 SETTINGS: dict[str, Any] = {"tokens": 576, "context": CONTEXT, "centres": 8, "schedule": SHORT}
 
 
-class Characters:
-    """Tokenizer with a token per character, and one at the start of a text."""
-
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [*([3] if add_special_tokens else []), *(ord(character) % 64 for character in text)]}
-
-
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=HEADS, head_dim=HEAD_DIM, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return small_model(LAYERS, head_dim=HEAD_DIM, initializer_range=0.2)
 
 
 @pytest.fixture
@@ -62,7 +52,7 @@ def calibrate(
 ) -> None:
     """Run a calibration with short settings."""
     settings = CommVQSettings(**SETTINGS | changes)
-    calibrate_commvq(model, Characters(), text, output, settings, report=report)  # type: ignore[arg-type]
+    calibrate_commvq(model, Letters([3]), text, output, settings, report=report)  # type: ignore[arg-type]
 
 
 def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -113,7 +103,7 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, key_rounds=4)
     books = load_file(output)["keys.1.codebooks"][:, 0].float()
-    windows, _ = read_windows(text, Characters(), 576, CONTEXT)  # type: ignore[arg-type]
+    windows, _ = read_windows(text, Letters([3]), 576, CONTEXT)  # type: ignore[arg-type]
     for kind, part in (("rounds", windows[:8]), ("held_out", windows[8:])):
         collect(model, part, tmp_path / kind, [1])
         z = normalize(read_layer(tmp_path / kind, 1, "keys", HEADS, HEAD_DIM).float(), dim=-1).unflatten(-1, (-1, 2))

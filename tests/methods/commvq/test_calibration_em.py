@@ -97,16 +97,6 @@ def test_soft_steps_meet_hard_ones_as_the_temperature_falls(form: Form) -> None:
     assert errors[1] < 1e-2 * errors[0]
 
 
-def test_soft_weights_by_hand() -> None:
-    """One vector, two real centres: weights e^(-d/T)."""
-    x, centres = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
-    weight = 1 / (1 + torch.tensor(-1 / 0.5).exp())
-    pull = 1e-3 * 0.5
-    expected = [(weight + pull) / (weight + pull), (1 - weight) / (1 - weight + pull)]
-    found = RealForm().soft_update(x, centres, torch.tensor([0.5]))[0, :, 0]
-    torch.testing.assert_close(found, torch.stack(expected))
-
-
 def test_hard_steps_never_raise_the_loss(form: Form) -> None:
     x = vectors()
     start = start_centres(x, form, 32, generator())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.cache_name import with_cache
 from support.files.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file
-from support.method_cases import half_layout, random_track
-from transformers import Glm4Config, LlamaConfig, LlamaForCausalLM, Phi3Config
+from support.method_cases import half_layout, make_codec, random_track
+from support.models.small_model import small_model
+from transformers import Glm4Config, LlamaConfig, Phi3Config
 
 from kvcache_compress import CommVQCache, CompressedCache, enable_fused_attention, load_config, register_position_hooks
 from kvcache_compress.config import get_method
@@ -58,8 +58,6 @@ ENCODERS = [
     ("commvq", encoder, "values"),
 ]
 
-Make = Callable[..., Any]
-
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 @pytest.mark.parametrize(("centres", "pairs"), [(16, 8), (64, 5)])
@@ -93,7 +91,7 @@ def test_hand_packed_codes() -> None:
     assert additive.pack_codes(torch.tensor([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
 
 
-def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
+def test_points_of_the_codebook_come_back() -> None:
     """Keys ‖k‖ (± e_a ± i e_b) / √2, rotated by RoPE, come back exactly but for 16-bit rounding of their length."""
     config = LlamaConfig(hidden_size=128, num_hidden_layers=1, num_attention_heads=2)
     path = FOLDER / "exact.safetensors"
@@ -125,30 +123,8 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "glm4-partial-interleaved"])
-def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> None:
-    """Property 1: decoded points, rotated, equal the points of codebooks with rotated centres."""
-    config = ROPES[name]
-    layout, embed = rope_layout(config, 64), rotary_embedding(config)
-    codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
-    books = codec.books.exact()  # [H, 1, R, N, pairs, 2]
-    codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
-
-    def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:
-        """Rotate complex numbers `[..., n, pairs, 2]` as the model rotates a key."""
-        key = layout.rotate(layout.join(*points.unbind(-1)).flatten(0, -3)[None], factors)
-        return torch.stack(layout.split(key), -1)[0].unflatten(0, points.shape[:-3])
-
-    for position in (1, 37, 4000):
-        factors = layout.factors(embed(torch.zeros(1), torch.tensor([[position]])))
-        late = turned(additive.complex_decode(codes, books), factors)
-        early = additive.complex_decode(codes, turned(books, factors))
-        torch.testing.assert_close(late, early, atol=1e-6, rtol=1e-5)
-        assert float((late - additive.complex_decode(codes, books)).norm() / late.norm()) > 0.1
-
-
 @pytest.mark.parametrize("name", ROPES)
-def test_codes_do_not_depend_on_position(make_codec: Make, name: str) -> None:
+def test_codes_do_not_depend_on_position(name: str) -> None:
     """Keys rotated by the model's function get the codes of unrotated keys, and decode to the rotated points."""
     config = ROPES[name]
     layout, embed = rope_layout(config, 64), rotary_embedding(config)
@@ -167,15 +143,10 @@ def test_codes_do_not_depend_on_position(make_codec: Make, name: str) -> None:
     assert float(given[0].square().max()) > 1.01 or name != "yarn", "the attention factor is in it"
 
 
-def small_model(**changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**CONTRACT_MODEL, "initializer_range": 0.05, **changes})).eval()
-
-
 @pytest.mark.parametrize("switch", [enable_fused_attention, register_position_hooks, None])
 def test_left_padding_does_not_change_codes(switch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A padded row's tokens are encoded at their actual positions, which the attention modules pass on."""
-    model, path = small_model(), codebook_file(32)
+    model, path = small_model(**CONTRACT_MODEL), codebook_file(32)
     ids = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2))
     padded = torch.cat([torch.zeros(1, 13, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(1, 13, dtype=torch.long), torch.ones_like(ids)], 1)
@@ -196,7 +167,7 @@ def test_left_padding_does_not_change_codes(switch: Any, caplog: pytest.LogCaptu
 
 def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     _warn_of_positions.cache_clear()
-    model = small_model()
+    model = small_model(**CONTRACT_MODEL)
     for _ in range(2):
         with torch.no_grad():
             model(torch.ones(2, 90, dtype=torch.long), **with_cache(CommVQCache(model.config, codebook_file(32))))
@@ -205,7 +176,7 @@ def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_more_bits_are_more_rounds(make_codec: Make, side: str) -> None:
+def test_more_bits_are_more_rounds(side: str) -> None:
     """Fewer bits use the file's first rounds; the error falls with every step, and so do the bytes."""
     path = codebook_file(64, key_shape=(8, 64), value_shape=(16, 64))
     x = torch.randn(1, HEADS, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -231,7 +202,7 @@ def test_rounds_are_the_papers() -> None:
     assert [field.bytes_per_token for field in fields] == [32, 2], "21 pairs of 6-bit indices, without gaps"
 
 
-def test_a_vector_unlike_all_is_not_blown_up(make_codec: Make) -> None:
+def test_a_vector_unlike_all_is_not_blown_up() -> None:
     """The unbiased scalar divides by ⟨z, ẑ⟩, which may be next to nothing."""
     codec = make_codec("commvq", 64, "values", heads=HEADS, codebooks=codebook_file(64, value_shape=(1, 4)))
     x = torch.randn(1, HEADS, 256, 64, generator=torch.Generator().manual_seed(4))
@@ -240,7 +211,7 @@ def test_a_vector_unlike_all_is_not_blown_up(make_codec: Make) -> None:
     assert (codec.encode(torch.zeros_like(x))[1] == 0).all()
 
 
-def test_encoder_is_deterministic_and_codes_whole_tokens(make_codec: Make) -> None:
+def test_encoder_is_deterministic_and_codes_whole_tokens() -> None:
     codec = make_codec("commvq", 64, "values", heads=HEADS, codebooks=codebook_file(64, encoder_bits=1024))
     x = torch.randn(2, HEADS, 20, 64, generator=torch.Generator().manual_seed(5))
     fields = codec.encode(x)
@@ -252,19 +223,9 @@ def test_encoder_is_deterministic_and_codes_whole_tokens(make_codec: Make) -> No
     assert (codec.map_output(codec.accumulate(weights, fields)) - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_memory_report_counts_codebooks_and_encoder() -> None:
-    model = small_model()
-    for path in (codebook_file(32), codebook_file(32, encoder_bits=96)):
-        compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
-        with torch.no_grad():
-            model(torch.randint(1, 128, (1, 64)), **with_cache(compressed))
-        held = sum(tensor.nbytes for tensor in load_file(path).values())
-        assert held <= compressed.memory_report().constant_bytes <= 1.01 * held
-
-
 def test_the_papers_preset() -> None:
     """The paper's preset: encoder for values, plain norms, and no dense tokens but those of an incomplete block."""
-    model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
+    model, path = small_model(**CONTRACT_MODEL), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
     compressed = CompressedCache(model.config, load_config("commvq-paper").with_files(codebooks=path))
     with torch.no_grad():
         model(torch.randint(1, 128, (1, 96)), **with_cache(compressed))

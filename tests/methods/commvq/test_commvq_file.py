@@ -1,4 +1,4 @@
-"""CommVQ's codebook file: any damage is reported when the cache is built, with the file's name."""
+"""CommVQ's codebook file: what does not fit is refused by name. `tests/cache/test_saving.py` tests what files share."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, A
 
 
 DAMAGES: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "version": (lambda h, t, m: m.update(version="2"), "format version '2', but this release reads '1'"),
-    "long version": (lambda h, t, m: m.update(version="x\n" * 2000), "format version"),
-    "kind": (lambda h, t, m: m.update(kind="pt"), "not a kvcache-compress file of codebooks"),
-    "no heads": (lambda h, t, m: h["model"].pop("kv_heads"), "kv_heads"),
     "layer": (lambda h, t, m: t.pop("values.1.codebooks"), "it holds no values of layer 1"),
     "shape": (_changed(lambda x: x[:, :, :, :15]), "damaged: keys of .* 15 centres"),
     "one shape": (lambda h, t, m: t.update({"keys.2.codebooks": t["keys.2.codebooks"][:, :, :1].clone()}), "keys.2"),
@@ -41,9 +37,6 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "name": (lambda h, t, m: t.update(other=torch.zeros(1).half()), "an unexpected tensor 'other'"),
     "dtype": (_changed(torch.Tensor.float), "torch.float32"),
     "heads": (_model(kv_heads=4), "an unexpected tensor 'keys.0.codebooks'"),
-    "layers": (_model(layers=30), "layers 30 in the file, 3 here"),
-    "RoPE": (lambda h, t, m: h["model"]["rope"].update(rotary=3), "rope .*'rotary': 3.* in the file"),
-    "model type": (_model(model_type="mistral"), "model_type mistral in the file, llama here"),
     "model": (_model(name="org/other"), "made for 'org/other', not for 'org/tiny'.*any_model"),
 }
 
@@ -62,11 +55,9 @@ def test_files_that_do_not_fit(name: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     config = LlamaConfig(**CONTRACT_MODEL)
-    whole = Path(codebook_file(32)).read_bytes()
-    for content in (whole[: len(whole) // 2], whole[:20], b"", b"not safetensors at all"):
-        (tmp_path / "x.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged, or not a safetensors file"):
-            CommVQCache(config, tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").write_bytes(Path(codebook_file(32)).read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"damaged, or not a safetensors file"):
+        CommVQCache(config, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"nowhere.safetensors' for commvq: no such file. .*calibrate"):
         CommVQCache(config, tmp_path / "nowhere.safetensors")
     with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):

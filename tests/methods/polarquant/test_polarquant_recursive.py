@@ -1,18 +1,17 @@
 """Recursive PolarQuant: pairing, the circle, packing, 8-bit radii, and the stored bits."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.method_cases import make_codec
 
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.config import load_config
 from kvcache_compress.methods.polarquant.codebooks import make_codebook, offline_codebook, online_codebook
 
-Make = Callable[..., Any]
 NAME = "polarquant_recursive"
 
 
@@ -49,16 +48,6 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # The tree
-
-
-def test_transform_by_hand() -> None:
-    """(3, 4) and (12, 0) have radii 5 and 12, and those 13; pairing by halves puts 3 and 12 first."""
-    order = polar_tree.adjacent_order(4, 2)
-    assert order.tolist() == [0, 2, 1, 3]
-    y = torch.tensor([3.0, 4.0, 12.0, 0.0])[order]
-    first, second = polar_tree.angles(y, 2)
-    torch.testing.assert_close(first, torch.tensor([math.atan(4 / 3), 0.0]))
-    torch.testing.assert_close(second, torch.tensor([math.atan(12 / 5)]))
 
 
 @pytest.mark.parametrize(("dim", "levels"), [(32, 5), (64, 4), (80, 4), (96, 3), (112, 1)])
@@ -122,7 +111,7 @@ def test_quantizing_takes_the_nearest_angle() -> None:
     torch.testing.assert_close(point.norm(dim=-1), torch.ones(50), atol=1e-3, rtol=0)
 
 
-def test_online_codebooks(make_codec: Make) -> None:
+def test_online_codebooks() -> None:
     """Deterministic by seed; they find clusters, also one across the wrap, and cope with few distinct angles."""
     clusters = torch.tensor([0.0, 1.0, 2.5, 4.0]).double()
     angles = (clusters[:, None] + 0.02 * gaussian(4, 500).double()).flatten().remainder(2 * math.pi)
@@ -149,7 +138,7 @@ def test_online_codebooks(make_codec: Make) -> None:
         (80, {"bits": (4, 2)}, (5 * 8 + 160 + 2 * 40) / 80),
     ],
 )
-def test_stored_bits(make_codec: Make, dim: int, options: dict[str, Any], bits: float) -> None:
+def test_stored_bits(dim: int, options: dict[str, Any], bits: float) -> None:
     """The paper's 62 bits per 16 numbers; codes that fill no word of eight are padded, everything counted."""
     codec = make_codec(NAME, dim, **options)
     assert codec.bits_per_number() == pytest.approx(bits, abs=1e-12)
@@ -159,7 +148,7 @@ def test_stored_bits(make_codec: Make, dim: int, options: dict[str, Any], bits: 
 
 
 @pytest.mark.parametrize("scale", [1e-3, 100.0])
-def test_8_bit_radii(make_codec: Make, scale: float) -> None:
+def test_8_bit_radii(scale: float) -> None:
     """8-bit radii are within half a logarithmic step of 16-bit ones, also for later tokens of very different length."""
     x = gaussian(1, 2, 300, 64) * scale * torch.linspace(0.5, 4, 300)[:, None]
     coarse, fine = (make_codec(NAME, 64, heads=2, scalar="norm", center="off", radius_bits=b) for b in (8, 16))
@@ -189,7 +178,7 @@ def test_8_bit_radii(make_codec: Make, scale: float) -> None:
         (16, {}, "head_dim=16 "),
     ],
 )
-def test_errors(make_codec: Make, dim: int, options: dict[str, Any], message: str) -> None:
+def test_errors(dim: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_codec(NAME, dim, **options)
     with pytest.raises(ValueError, match="center='on' "):

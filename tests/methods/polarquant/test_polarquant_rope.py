@@ -1,21 +1,18 @@
 """PolarQuant on RoPE pairs: cells, pairs, storage, and the two score functions."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.method_cases import make_codec
 from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
 
 from kvcache_compress import CompressedCache, load_config
-from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.quantizers.polar_pairs import radii
-from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec, PolarQuantRopeOptions
 from kvcache_compress.modeling.rope import RopeLayout, rope_layout
 
-Make = Callable[..., Any]
 NAME = "polarquant_rope"
 PAPER = {"radius_scale": "channel", "reconstruction": "edge", "center": "off"}
 
@@ -43,11 +40,6 @@ ENCODERS = [
 ]
 
 
-def make_with(layout: RopeLayout | None, dim: int, heads: int = 1, **options: Any) -> PolarQuantRopeCodec:
-    context = CodecContext("keys", dim, heads, 0, 0, 16, torch.float32, torch.device("cpu"), layout)
-    return PolarQuantRopeCodec(PolarQuantRopeOptions(**options), context)
-
-
 def polar(radius: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     """Keys `[..., 2 * pairs]`, pairs (i, i + pairs), of radii and angles `[..., pairs]`."""
     return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
@@ -66,7 +58,7 @@ def error(codec: Any, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6])
-def test_papers_formulas(make_codec: Make, bits: int) -> None:
+def test_papers_formulas(bits: int) -> None:
     """Section 3.2 written out: floor(r / s) with s = max r / (2^n - 1), floor(2^(m-1) θ / π) mod 2^m, lower edges."""
     x = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(bits)) + 0.5
     codec = make_codec(NAME, 32, heads=2, angle_bits=bits, radius_bits=8 - bits, **PAPER)
@@ -84,7 +76,7 @@ def test_papers_formulas(make_codec: Make, bits: int) -> None:
     assert inside.float().mean() > 0.97
 
 
-def test_cells_by_hand(make_codec: Make) -> None:
+def test_cells_by_hand() -> None:
     """Radii and angles in the middle of their cells come back exactly, also with an angle a full turn larger."""
     m, n, pairs = 3, 2, 8
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +91,7 @@ def test_cells_by_hand(make_codec: Make) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 6])
-def test_angles_wrap(make_codec: Make, bits: int) -> None:
+def test_angles_wrap(bits: int) -> None:
     """No angle is off by more than half a cell, -π, π and both sides of zero included."""
     theta = torch.linspace(-math.pi, math.pi, 64 * 32).view(1, 1, 64, 32)
     theta[0, 0, 0, :4] = torch.tensor([0.0, -0.0, 1e-7, -1e-7])
@@ -111,7 +103,7 @@ def test_angles_wrap(make_codec: Make, bits: int) -> None:
     assert off.abs().max() > math.pi / 2**bits * 0.9
 
 
-def test_later_radii(make_codec: Make) -> None:
+def test_later_radii() -> None:
     """Scales per channel clamp radii beyond those of the prefill; scales per group follow them."""
     x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     channel, group = make_codec(NAME, 64, radius_scale="channel"), make_codec(NAME, 64)
@@ -127,7 +119,7 @@ def test_later_radii(make_codec: Make) -> None:
         make_codec(NAME, 64, radius_scale="channel").encode(x)
 
 
-def test_match(make_codec: Make) -> None:
+def test_match() -> None:
     x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
     codec = make_codec(NAME, 64, heads=2, radius_bits=2, reconstruction="edge", scalar="match")
     torch.testing.assert_close(codec.decode(codec.encode(x)).norm(dim=-1), x.norm(dim=-1), rtol=1e-3, atol=0)
@@ -148,7 +140,7 @@ def test_pairs_are_the_models_own(name: str) -> None:
     x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
     pairs = {"half": (1, 33), "interleaved": (2, 3), "partial": (1, 9)}[name]
     assert any((layout.order[j], layout.order[j + 32]) == pairs for j in range(32))
-    codec = make_with(layout, 64, 2)
+    codec = make_codec(NAME, 64, heads=2, rope=layout)
     fields, decoded = codec.encode(x), codec.decode(codec.encode(x))
     turned = layout.rotate(x, (torch.zeros(1, 64, layout.rotary), torch.ones(1, 64, layout.rotary)))
     turned_fields, turned_decoded = codec.encode(turned), codec.decode(codec.encode(turned))
@@ -164,17 +156,20 @@ def test_pairs_are_the_models_own(name: str) -> None:
 def test_explicit_pairing(pairing: str) -> None:
     x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     layout = rope_layout(LAYOUTS[pairing], 64)
-    same = [codec.decode(codec.encode(x)) for codec in (make_with(None, 64, pairing=pairing), make_with(layout, 64))]
+    same = [
+        codec.decode(codec.encode(x))
+        for codec in (make_codec(NAME, 64, rope=None, pairing=pairing), make_codec(NAME, 64, rope=layout))
+    ]
     assert torch.equal(*same)
 
 
 def test_pairing_auto_needs_a_layout() -> None:
     with pytest.raises(ValueError, match="pairing='auto'"):
-        make_with(None, 64)
+        make_codec(NAME, 64, rope=None)
 
 
 @pytest.mark.parametrize(("dim", "m", "n"), [(64, 3, 3), (80, 6, 2), (128, 3, 6), (80, 5, 4)])
-def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
+def test_storage(dim: int, m: int, n: int) -> None:
     """Storage takes (m + n) / 2 bits, plus 16 / (2 g) for a scale per pair and group of g tokens."""
     paper = make_codec(NAME, dim, angle_bits=m, radius_bits=n, **PAPER)
     assert paper.bits_per_number() == (m + n) / 2
@@ -184,28 +179,8 @@ def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
     assert 8 * sum(field.nbytes for field in ours.encode(x)) / x.numel() == ours.bits_per_number()
 
 
-@pytest.mark.parametrize(("scale", "m", "n"), [("channel", 2, 4), ("group", 3, 3), ("channel", 6, 2)])
-def test_table_equals_direct(make_codec: Make, scale: str, m: int, n: int) -> None:
-    """Both score functions, for groups of 3 and 7 query heads, are q · decoded key."""
-    options = {"angle_bits": m, "radius_bits": n, "radius_scale": scale, "scalar": "match", "center": "on"}
-    direct, table = (make_codec(NAME, 64, heads=2, score_function=kind, **options) for kind in ("direct", "table"))
-    x = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(0)) + 0.3
-    for codec in (direct, table):
-        codec.prepare(x)
-    fields = direct.encode(x)
-    assert all(torch.equal(*pair) for pair in zip(fields, table.encode(x), strict=True))
-    decoded = direct.decode(fields)
-    assert torch.equal(decoded, table.decode(fields))
-    for groups in (3, 7):
-        query = torch.randn(2, 2, groups, 64)
-        for codec in (direct, table):
-            mapped = codec.map_query(query)
-            assert mapped.shape[-1] == 1 + (64 if codec is direct else 32 * 2 ** (m - 1))
-            torch.testing.assert_close(codec.score(mapped, fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("scale", ["channel", "group"])
-def test_zero_and_huge_keys(make_codec: Make, scale: str) -> None:
+def test_zero_and_huge_keys(scale: str) -> None:
     for x in (torch.zeros(1, 1, 64, 64), 1e6 * torch.randn(1, 1, 64, 64)):
         codec = make_codec(NAME, 64, radius_scale=scale, scalar="match")
         codec.prepare(x)
@@ -213,7 +188,7 @@ def test_zero_and_huge_keys(make_codec: Make, scale: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"angle_bits": 7}, {"radius_bits": 1}, {"group_size": 16}])
-def test_refused(make_codec: Make, options: dict[str, Any]) -> None:
+def test_refused(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=rf"{name}\n.*input_value={value}"):
         make_codec(NAME, 64, **options)

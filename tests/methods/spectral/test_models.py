@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.files.spectral_files import Characters, loss_of_keys
+from support.files.spectral_files import loss_of_keys
 from support.models.family_cases import build
+from support.models.toy_tokenizers import Letters
 
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
@@ -44,8 +45,8 @@ def test_loses_less_than_turboquant(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(text(4000, seed=1))
     output = tmp_path / "statistics.safetensors"
     settings = SpectralSettings(tokens=3200, context=400, group=32)
-    calibrate_spectral(model, Characters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
-    ids = torch.tensor([Characters()(text(440, seed))["input_ids"] for seed in range(2, 10)])
+    calibrate_spectral(model, Letters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
+    ids = torch.tensor([Letters()(text(440, seed))["input_ids"] for seed in range(2, 10)])
     enable_fused_attention(model)
     spectral = loss_of_keys(model, ids, {"method": "spectral", "bits": 2, "statistics": str(output)})
     paper = {"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"}

@@ -10,19 +10,19 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.files.spectral_files import statistics_file
-from support.method_cases import half_layout
+from support.method_cases import half_layout, make_codec
 from support.models import family_cases
 from support.models.small_model import small_model
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.codecs.base import CodecContext, Prompt
+from kvcache_compress.codecs.base import Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.quantizers.digits import allocate_bits
 from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
-from kvcache_compress.methods.spectral.prefill import LEAST_TOKENS, sampled_positions
+from kvcache_compress.methods.spectral.prefill import sampled_positions
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS
 from kvcache_compress.storage.view import View
 
@@ -61,12 +61,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-def codec(bits: float = 3.0, heads: int = HEADS) -> SpectralCodec:
-    context = CodecContext(
-        side="keys", head_dim=DIM, heads=heads, layer=0, seed=0, sink_tokens=4, dtype=torch.float32,
-        device=torch.device("cpu"), rope=half_layout(DIM),
-    )  # fmt: skip
-    return SpectralCodec(SpectralOptions(bits=bits, group=GROUP), context)
+def codec(bits: float = 3.0, heads: int = HEADS) -> Any:
+    return make_codec("spectral", DIM, heads=heads, sinks=4, bits=bits, group=GROUP)
 
 
 def prompt(tokens: int = 300, queries: int | None = None, batch: int = 2) -> Prompt:
@@ -191,28 +187,6 @@ def test_few_tokens_get_even_bits() -> None:
         return int(bits.max() - bits.min())
 
     assert spread(5) <= 2 < spread(600)
-
-
-def test_short_prompts_wait(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens stay dense until there are enough to measure; a file of statistics packs them sooner."""
-    cache, calibrated = spectral(model), spectral(model, statistics=statistics_of_model(), group=None)
-    packed = []
-    for step in (ids(20), *ids(300, seed=1).split(1, 1)):
-        for one in (cache, calibrated):
-            model(step, **with_cache(one))
-        packed.append((cache.packed_tokens, calibrated.packed_tokens))
-    waiting = [theirs for ours, theirs in packed if not ours]
-    sinks, recent = (cache.layers[0].plan.sink_tokens, cache.layers[0].plan.recent_tokens)
-    assert 20 + len(waiting) - 1 - sinks in range(LEAST_TOKENS, LEAST_TOKENS + cache.layers[0].flush_tokens + 1)
-    assert packed[len(waiting)][0] > LEAST_TOKENS - recent - cache.layers[0].flush_tokens
-    assert waiting[-1] > 0
-    assert not caplog.text
-
-
-def statistics_of_model() -> str:
-    from support.models.small_model import statistics as file
-
-    return file()
 
 
 def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -> None:

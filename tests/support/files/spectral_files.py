@@ -1,4 +1,4 @@
-"""Spectral in tests: files of random statistics for the small models, a tokenizer to calibrate with, and a loss."""
+"""Spectral in tests: files of random statistics for the small models, and a loss."""
 
 from __future__ import annotations
 
@@ -58,13 +58,6 @@ def statistics_of(config: PreTrainedConfig, name: str, group: int = 32) -> str:
     with torch.device("cpu"):
         write_statistics(str(path), config, random_statistics(config, group), group, {})
     return str(path)
-
-
-class Characters:
-    """A tokenizer that gives every character a token below 64."""
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) % 64 for character in text]}
 
 
 @torch.no_grad()

@@ -6,22 +6,19 @@ Triton's kernels run where `support/device.py` says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 
-from kvcache_compress.codecs.base import Codec, CodecContext, Side
-from kvcache_compress.config import get_method
+from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.eras import Era
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.view import View
+from support import method_cases
 from support.kernels.device import DEVICE
 from support.method_cases import half_layout, random_track
-
-CodecMaker: TypeAlias = Callable[..., Codec]
-SideMaker: TypeAlias = Callable[..., View]
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +32,8 @@ def poison() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_codec() -> CodecMaker:
-    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32, layout=...)`: a codec, not yet prepared.
-
-    `layout` has the model's rotary pairs, by default those of Llama.
-    """
+def make_codec() -> Callable[..., Codec]:
+    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32, layout=...)`: a codec, not yet prepared."""
 
     def make(
         method: str,
@@ -50,17 +44,17 @@ def make_codec() -> CodecMaker:
         dtype: torch.dtype = torch.float32,
         layout: RopeLayout | None = None,
     ) -> Codec:
-        codec = get_method(method)
         options = options(head_dim) if callable(options) else options
-        layout = layout or half_layout(head_dim)
-        context = CodecContext(side, head_dim, heads, 2, 0, 16, dtype, DEVICE, layout)
-        return codec(codec.Options(**options), context)
+        rope = layout or half_layout(head_dim)
+        return method_cases.make_codec(
+            method, head_dim, side, heads=heads, layer=2, dtype=dtype, device=DEVICE, rope=rope, **options
+        )
 
     return make
 
 
 @pytest.fixture
-def make_side(make_codec: CodecMaker) -> SideMaker:
+def make_side(make_codec: Callable[..., Codec]) -> Callable[..., View]:
     """`make_side(method, options, side, head_dim, packed, ...)`: one side of a layer with random tokens in it.
 
     The store has room for more tokens than are packed, and the tail lies in a bigger buffer; both hold poison

@@ -15,7 +15,7 @@ SECTOR = 32
 BANKS, BANK_BYTES = 32, 4
 _ARITHMETIC = "abs add div fma mad max min mul neg rem set setp sub"
 CLASSES = {
-    "tensor": "mma tcgen05 wgmma",
+    "tensor": "mma wgmma",
     "float": _ARITHMETIC,
     "integer": _ARITHMETIC,
     "bits": "and bfe cvta lop3 mov not or popc prmt selp shf shl shr xor",
@@ -24,7 +24,7 @@ CLASSES = {
     "shuffle": "redux shfl",
     "shared": "ldmatrix stmatrix",
     "global": "cp ld st",
-    "control": "bar barrier bra elect fence mbarrier ret",
+    "control": "bar bra fence ret",
 }
 """Classes of instructions, and the first part of their opcodes. Moves are bits; copies to shared memory are global."""
 _CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes.split()}

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from .memory import FaultError, GenericMemory, GlobalMemory, LocalMemory, SharedMemory
-from .program import BARRIERS, Instruction, Program
+from .program import BARRIER, Instruction, Program
 from .races import WARP, Clock
 from .scalar import UNSIGNED, Array
-from .tensor_memory import Mbarriers, TensorMemory
 from .warpgroup import Warpgroups
 
 if TYPE_CHECKING:
@@ -56,9 +55,6 @@ class Machine:
         self.local = LocalMemory(self.threads, program.local_bytes)
         self.generic = GenericMemory(self)
         self.warpgroups = Warpgroups(self)
-        self.tensor_memory, self.mbarriers = TensorMemory(self), Mbarriers(self)
-        self.stalled = np.zeros(self.threads, bool)
-        """Threads that wait for an mbarrier."""
         self.order = program.order()
         self.turns = np.full(len(program.blocks) + 1, DONE)
         self.turns[self.order] = np.arange(len(self.order))
@@ -122,8 +118,6 @@ class Machine:
         threads = np.repeat(some, self.program.threads)
         self.clock.program[threads] += 1
         self.clock.warp[threads] += 1
-        products = self.clock.products.reshape(self.programs, -1)
-        products[some] = products[some].max(1, keepdims=True)
 
     def warp_barrier(self, mask: Mask, instruction: Instruction) -> None:
         self.whole_warps(mask, instruction)
@@ -131,14 +125,12 @@ class Machine:
 
     def _next(self) -> tuple[int, Array]:
         """The first block with threads that can go on, and these: at a barrier they wait for their whole program."""
-        turns = np.where(self.stalled, DONE, self.turns[np.minimum(self.at, len(self.turns) - 1)])
+        turns = self.turns[np.minimum(self.at, len(self.turns) - 1)]
         first = turn = int(turns.min())
-        if turn == DONE and self.stalled.any():
-            raise FaultError(f"{self.program.name} waits for an mbarrier forever")
         while turn != DONE:
             here, place = turns == turn, self.order[turn]
             block = self.program.blocks[place]
-            if block and block[0].op in BARRIERS:
+            if block and block[0].op == BARRIER:
                 elsewhere = (self.at != place) & (self.at != DONE)
                 here &= ~np.repeat(elsewhere.reshape(self.programs, -1).any(1), self.program.threads)
             if here.any():
@@ -146,7 +138,7 @@ class Machine:
             turns[turns == turn] = DONE
             turn = int(turns.min())
         place = DONE if first == DONE else self.order[first]
-        return place, ~self.stalled & (self.at == place)
+        return place, self.at == place
 
     def run(self, blocks: list[tuple[list[Step], Callable[[Machine], Any]]]) -> None:
         """Run the translated blocks until all threads are done."""
@@ -168,7 +160,6 @@ class Machine:
                 raise FaultError(f"{self.program.name} does not end")
         if self.shared.groups:
             self.find("a copy is never waited for", len(self.shared.groups), self.program.instructions[-1].number)
-        self.find("tensor memory is never freed", self.tensor_memory.used.sum(), self.program.instructions[-1].number)
         self.memory.write_back()
 
 

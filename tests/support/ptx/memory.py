@@ -142,7 +142,7 @@ class SharedMemory:
     """Shared memory of every program, one after another.
 
     `cp.async` fills bytes that are pending until its thread has waited; then they count as written. Tensor cores that
-    read it by themselves (`wgmma`, `tcgen05`) see what threads wrote only after a fence.
+    read it by themselves (`wgmma`) see what threads wrote only after a fence.
     """
 
     def __init__(self, machine: Machine, size: int, granule: int) -> None:
@@ -152,8 +152,8 @@ class SharedMemory:
         self.data = np.full(total, 0xA5, np.uint8)
         self.accesses = Accesses(total, granule, machine.program.threads, machine.clock, across=False)
         self.written, self.pending = (np.zeros(total // granule, bool) for _ in range(2))
-        self.read_by = np.zeros(total // granule, np.int32)
-        """Number of the product whose tensor cores read it last."""
+        self.being_read = np.zeros(total // granule, bool)
+        """What the tensor cores of a product under way read."""
         self.groups: list[tuple[Array, Array, int, Array]] = []
         """Copies under way: threads, where they go, bytes of each, and the threads' groups."""
         self.committed = np.zeros(machine.threads, np.int32)
@@ -194,8 +194,7 @@ class SharedMemory:
         self.machine.find_all(self.accesses.write(at, size, threads), number)
         places = self.accesses.places(at, size)
         self.machine.find("a copy under way is overwritten", np.sum(self.pending[places]), number)
-        being_read = self.read_by[places] > self.machine.clock.products[threads][:, None]
-        self.machine.find("what tensor cores are reading is overwritten", np.sum(being_read), number)
+        self.machine.find("what tensor cores are reading is overwritten", np.sum(self.being_read[places]), number)
         self.written[places] = True
         self.fences_at_write[places] = self.fences[threads][:, None]
         return places
@@ -239,13 +238,8 @@ class SharedMemory:
         self.fences[threads] += 1
         self.fenced_at[threads] = self.machine.clock.program[threads]
 
-    def load_by_tensor_cores(
-        self, addresses: Array, size: int, threads: Array, products: Array | int, number: int
-    ) -> tuple[Array, Array]:
-        """What tensor cores read for some threads, and where it lies.
-
-        products: numbers of the products. A thread must know that they are done before it overwrites what they read.
-        """
+    def load_by_tensor_cores(self, addresses: Array, size: int, threads: Array, number: int) -> tuple[Array, Array]:
+        """What tensor cores read for some threads, and where it lies."""
         at = self.locate(addresses, size, threads, number)
         self.machine.find_all(self.accesses.check(at, size, threads), number)
         places = self.accesses.places(at, size)
@@ -255,12 +249,12 @@ class SharedMemory:
             self.fenced_at[threads][:, None] > last.at_program[places]
         )
         self.machine.find("tensor cores read what no fence shows them", np.sum(~seen), number)
-        self.read_by[places] = np.broadcast_to(products, len(threads))[:, None]
+        self.being_read[places] = True
         return self.data.view(UNSIGNED[size])[at // size], at
 
     def stop_reading(self, at: Array, size: int, thread: int) -> None:
         """A warpgroup's tensor cores are done with what they read at these bytes."""
-        self.read_by[self.accesses.places(at, size)] = 0
+        self.being_read[self.accesses.places(at, size)] = False
         self.accesses.has_read(at, size, np.full(len(at), thread))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 Registers = dict[str, tuple[int, int]]
 """Number and bytes of each register by name; predicates have no bytes."""
 REGISTER_BYTES = {"pred": 0, "b16": 2, "b32": 4, "b64": 8, "u16": 2, "u32": 4, "s32": 4, "u64": 8, "f32": 4, "f64": 8}
-BARRIERS, BRANCHES = ("bar.sync", "barrier.sync"), ("bra", "bra.uni", "ret")
+BARRIER, BRANCHES = "bar.sync", ("bra", "bra.uni", "ret")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _LOCAL = re.compile(r"\.local\s+\.align\s+\d+\s+\.b8\s+(\S+)\[(\d+)\]")
 _INSTRUCTION = re.compile(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*)", re.S)
@@ -172,7 +172,7 @@ class _Reader:
             self.program.local_name, self.program.local_bytes = found[1], int(found[2])
         elif found := _INSTRUCTION.match(statement):
             negation, guard, op, operands = found.groups()
-            if op in BARRIERS and self.program.blocks[-1]:
+            if op == BARRIER and self.program.blocks[-1]:
                 self.program.blocks.append([])
             self.program.blocks[-1].append(
                 Instruction(

@@ -16,15 +16,11 @@ NOBODY, SEVERAL = 0, -1
 
 
 class Clock:
-    """How many barriers of its program, and synchronisations of its warp, each thread has passed.
-
-    products: how many products of its program's tensor cores a thread knows to be done (see `tensor_memory`).
-    """
+    """How many barriers of its program, and synchronisations of its warp, each thread has passed."""
 
     def __init__(self, threads: int) -> None:
         self.program = np.zeros(threads, np.int32)
         self.warp = np.zeros(threads, np.int32)
-        self.products = np.zeros(threads, np.int32)
 
 
 class _Last:
@@ -88,12 +84,9 @@ class Accesses:
         if count := int((self.writes.program[places] != programs).sum()):
             yield "race: write by several programs at once", count
 
-    def check(self, at: Array, size: int, threads: Array, overwrites: bool = False) -> Iterator[tuple[str, int]]:
+    def check(self, at: Array, size: int, threads: Array) -> Iterator[tuple[str, int]]:
         """Likewise for what tensor cores do, but records nothing: others wait for them, and not at barriers."""
-        given = self._granules(at, size, threads)
-        yield from self._conflicts("read after write", self.writes, *given)
-        if overwrites:
-            yield from self._conflicts("write after read", self.reads, *given)
+        yield from self._conflicts("read after write", self.writes, *self._granules(at, size, threads))
 
     def wrote(self, at: Array, size: int, threads: Array) -> None:
         """Records a write that was checked when it began."""

@@ -43,9 +43,6 @@ class Type:
     def is_float(self) -> bool:
         return self.kind in ("f", "bf")
 
-    def __str__(self) -> str:
-        return "pred" if self.kind == "pred" else f"{self.kind}{8 * self.size}{'x2' * self.pair}"
-
     def numbers(self, words: Array) -> Array:
         """Numbers in registers: bfloat16 as float32, and pairs as `[threads, 2]`."""
         if self.kind == "pred":
@@ -105,19 +102,15 @@ def operation(op: str) -> Operation:
         raise NotEmulatedError(op)
     modifiers = [part for part in parts if not _TYPE.fullmatch(part)]
     kinds = [type_of(part) for part in parts if _TYPE.fullmatch(part)]
-    whole = not any(kind.is_float for kind in kinds)
-    if set(modifiers) - MODIFIERS or ("sat" in modifiers and whole) or (name == "mad" and "hi" in modifiers):
+    if set(modifiers) - MODIFIERS or (name == "mad" and "hi" in modifiers):
         raise NotEmulatedError(op)
     try:
         found = make(modifiers, *kinds)
     except TypeError as error:  # of more types than the table expects
         raise NotEmulatedError(op) from error
-    function = found.function
     if "ftz" in modifiers:
-        function = _flushed(function)
-    if "sat" in modifiers:
-        function = _saturated(function)
-    return Operation(function, found.sources, found.target)
+        return Operation(_flushed(found.function), found.sources, found.target)
+    return found
 
 
 def _flushed(function: Numbers) -> Numbers:
@@ -125,10 +118,6 @@ def _flushed(function: Numbers) -> Numbers:
         return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.zeros_like(x), x), x)
 
     return lambda *numbers: zeroed(function(*map(zeroed, numbers)))
-
-
-def _saturated(function: Numbers) -> Numbers:
-    return lambda *numbers: np.nan_to_num(function(*numbers).clip(0, 1), nan=0.0)
 
 
 def _to_bfloat16(numbers: Array) -> Array:
@@ -140,17 +129,6 @@ def _to_bfloat16(numbers: Array) -> Array:
 def _same(function: Numbers, count: int) -> Callable[..., Operation]:
     """Operands and result of one type."""
     return lambda modifiers, kind: Operation(function, (kind,) * count, kind)
-
-
-def _sum(function: Numbers) -> Callable[..., Operation]:
-    """Sum or difference; of a narrower number and a wider one in the wider type."""
-
-    def make(modifiers: list[str], kind: Type, first: Type | None = None) -> Operation:
-        if first is None:
-            return Operation(function, (kind, kind), kind)
-        return Operation(lambda x, y: function(_float(kind, x), y), (first, kind), kind)
-
-    return make
 
 
 def _logic(function: Numbers, count: int) -> Callable[..., Operation]:
@@ -339,13 +317,11 @@ def _convert(modifiers: list[str], to: Type, source: Type) -> Operation:
     integer = (SIGNED if to.kind == "s" else UNSIGNED)[to.size]
     if source.is_float:
         limits = np.iinfo(integer)
+        if rounding is None or to.size == 8:
+            raise NotEmulatedError(f"cvt to {to} from {source}")
 
         def whole(x: Array) -> Array:
-            if rounding is None:
-                raise NotEmulatedError(f"cvt.{to}.{source} without rounding")
             finite = np.nan_to_num(rounding(x.astype(np.float64)), nan=0.0, posinf=limits.max, neginf=limits.min)
-            if to.size == 8:
-                raise NotEmulatedError(f"cvt.{to}.{source}")
             return finite.clip(limits.min, limits.max).astype(integer)
 
         return Operation(whole, (source,), to)
@@ -366,8 +342,8 @@ def _select(modifiers: list[str], kind: Type) -> Operation:
 
 
 TABLE: dict[str, Callable[..., Operation]] = {
-    "add": _sum(np.add),
-    "sub": _sum(np.subtract),
+    "add": _same(np.add, 2),
+    "sub": _same(np.subtract, 2),
     "mul": _multiply,
     "mad": _multiply_add,
     "fma": _same(_fused, 3),
@@ -396,5 +372,5 @@ TABLE: dict[str, Callable[..., Operation]] = {
     "cvt": _convert,
 }
 """Functions that return an `Operation`, given the modifiers and the types of an opcode."""
-MODIFIERS = frozenset(["approx", "ftz", "full", "hi", "l", "lo", "num", "r", "rn", "rna", "sat", "wide", "wrap"])
+MODIFIERS = frozenset(["approx", "ftz", "full", "hi", "l", "lo", "num", "r", "rn", "rna", "wide", "wrap"])
 MODIFIERS |= {*_ROUNDINGS, *_COMPARISONS, *(f"{name}u" for name in _COMPARISONS)}

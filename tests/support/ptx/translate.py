@@ -13,8 +13,7 @@ import numpy as np
 from . import warp
 from .machine import DONE, Machine, Mask, Step
 from .memory import LOCAL
-from .program import BARRIERS, BRANCHES, Instruction, NotEmulatedError, Program, vector
-from .races import WARP
+from .program import BARRIER, BRANCHES, Instruction, NotEmulatedError, Program, vector
 from .scalar import B32, B64, PREDICATE, UNSIGNED, Array, Type, as_bits, operation, type_of
 
 Reader = Callable[[Machine], Array]
@@ -282,65 +281,9 @@ class Translator:
     def _bar(self, instruction: Instruction) -> Step:
         if instruction.op == "bar.warp.sync":
             return lambda machine, mask: machine.warp_barrier(mask, instruction)
-        if instruction.op not in BARRIERS or instruction.operands != ("0",):
+        if instruction.op != BARRIER or instruction.operands != ("0",):
             raise NotEmulatedError(str(instruction))
         return lambda machine, mask: machine.barrier(mask, instruction.number)
-
-    _barrier = _bar
-
-    def _elect(self, instruction: Instruction) -> Step:
-        """`elect.sync`: the first lane, of a whole warp."""
-        target, members = instruction.operands
-        lane, chosen = target.split("|")
-        if members != "-1":
-            raise NotEmulatedError(str(instruction))
-
-        return _of_threads(
-            instruction, lambda machine, threads, number: [np.zeros(len(threads), np.uint32), threads % WARP == 0], [],
-            writers=[self.write(lane, B32), self.write(chosen, PREDICATE)],
-        )  # fmt: skip
-
-    def _mbarrier(self, instruction: Instruction) -> Step:
-        parts, operands = instruction.op.split("."), instruction.operands
-        if parts[1:3] == ["try_wait", "parity"]:
-            reads = [self.address(operands[1]), self.read(operands[2], B32)]
-            return _of_threads(instruction, "mbarriers.test", reads, writers=[self.write(operands[0], PREDICATE)])
-        count = {"init": operands[-1], "inval": "0"}[parts[1]]
-        return _of_threads(instruction, "mbarriers.set", [self.address(operands[0])], int(count, 0))
-
-    def _tcgen05(self, instruction: Instruction) -> Step:
-        name, *parts = instruction.op.split(".")[1:]
-        operands = instruction.operands
-        if name == "relinquish_alloc_permit":
-            return lambda machine, mask: None
-        if name in ("wait::ld", "wait::st"):
-            return _of_threads(instruction, f"tensor_memory.{name[-2:]}.wait", [])
-        if name in ("ld", "st") and parts[-1] == "b32" and len(parts) == 5:
-            registers, (at, *split) = (operands[0], operands[1:]) if name == "ld" else (operands[-1], operands[:-1])
-            given = parts[2], int(split[0], 0) if split else 0
-            address, writers = self.address(at), self.writers(registers, B32)
-            if name == "st":
-                return _of_threads(instruction, "tensor_memory.store", [address, self.readers(registers, B32)], *given)
-            return _of_threads(
-                instruction, "tensor_memory.load", [address], *given, len(writers), writers=writers
-            )  # fmt: skip
-        if parts[0] != "cta_group::1":
-            raise NotEmulatedError(str(instruction))
-        if name == "commit":
-            return _of_threads(instruction, "mbarriers.commit", [self.address(operands[0])])
-        if name == "mma":
-            result, left, right, shape, keep = operands
-            return _of_threads(
-                instruction, "tensor_memory.multiply",
-                [
-                    self.address(result), self.address(left) if left.startswith("[") else self.read(left, B64),
-                    self.read(right, B64), self.read(shape, B32), self.read(keep, PREDICATE),
-                ],
-                parts[1].removeprefix("kind::"),
-            )  # fmt: skip
-        method = {"alloc": "allocate", "dealloc": "free"}[name]
-        read = self.address(operands[0]) if name == "alloc" else self.read(operands[0], B32)
-        return _of_threads(instruction, f"tensor_memory.{method}", [read], int(operands[1], 0))
 
     def _fence(self, instruction: Instruction) -> Step:
         if not instruction.op.startswith("fence.proxy.async"):

@@ -84,7 +84,7 @@ class Warpgroups:
         for product in self.products:  # which may read the same bytes
             for group in product.groups:
                 for at, size in product.reads[group]:
-                    self.machine.shared.read_by[self.machine.shared.accesses.places(at, size)] = 1
+                    self.machine.shared.being_read[self.machine.shared.accesses.places(at, size)] = True
 
     def multiply(
         self, op: str, results: list[Array], left: list[Array] | Array, right: Array, keep: Array, options: list[int],
@@ -129,7 +129,7 @@ class Warpgroups:
             descriptor = int(each[group, 0])
             at = addresses(descriptor, SWIZZLED_BYTES[descriptor >> 62], depth, width, size, turned).reshape(-1)
             threads = np.full(at.size, group * THREADS)
-            words, places = self.machine.shared.load_by_tensor_cores(at, size, threads, 1, number)
+            words, places = self.machine.shared.load_by_tensor_cores(at, size, threads, number)
             reads.append((places, size))
             numbers = warp.as_tf32(words) if kind == "tf32" else type_of(kind).numbers(words)
             tile[group] = numbers.reshape(depth, width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,57 +11,33 @@ from support.kernels.attention_cases import (
     BARS,
     BF16,
     CASES,
-    F16,
     F32,
     Case,
     check_attention,
+    check_hidden_rows,
     error,
     plain_attention,
     segments,
 )
-from support.kernels.device import INTERPRETED
-from support.ptx import inline
-from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.eras import Era
 from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
-from kvcache_compress.triton_kernels.common import plan
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_plain_attention(
     name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float16 uses the fast path's assembly, as on a GPU; `ptx/inline.py` runs it in the interpreter."""
-    case, texts = CASES[name], []
-
-    def create(builder: Any, text: str, *arguments: Any) -> Any:
-        texts.append(text)
-        return inline.create_inline_asm(builder, text, *arguments)
-
-    if INTERPRETED and case.dtype == F16:
-        monkeypatch.setattr(plan, "PORTABLE", False)
-        monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
+    """In the interpreter on the portable path; `test_compiled.py` and `make emulate` take the fast path's assembly."""
+    case = CASES[name]
     if case.block:
         monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, case.warps, 2))
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
     torch.manual_seed(len(name))
     check_attention(launch.attend, case, *segments(case, make_side))
-    if INTERPRETED and name.endswith("-128-float16"):
-        assert bool(texts) == (case.keys[0] != "commvq"), "rows of codebooks need no assembly"
-
-
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
-    keys, values = segments(Case(), make_side)
-    query = torch.randn(2, 6, 1, 64)
-    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
-    mask[1] = False
-    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
-    assert out[0].abs().sum() > 0
-    assert (out[1] == 0).all()
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
@@ -74,6 +49,10 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
     unscaled = launch.attend(AttentionCall.of((query / scale).to(BF16), scaling=0.125), keys, values)
     assert out.isfinite().all()
     assert error(out, unscaled) <= 1e-2
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
+    check_hidden_rows(launch.attend, *segments(Case(), make_side))
 
 
 @pytest.mark.parametrize("eras", [(), (32, 48)])
@@ -100,16 +79,6 @@ def test_what_eras_share_follows_them(make_side: Callable[..., View]) -> None:
     assert keys.codec.constant_bytes() < held
 
 
-def test_result_does_not_depend_on_splits(make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, values = segments(Case(packed=96), make_side)
-    query = torch.randn(2, 6, 1, 64)
-    whole = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
-    for split in ((16, 6), (19, 6), (96, 3)):
-        monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
-        keys.codec.kernel_side.sizes.clear()
-        torch.testing.assert_close(launch.attend(AttentionCall.of(query, scaling=0.125), keys, values), whole)
-
-
 def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[..., View]) -> None:
     """Splits follow the number of packed tokens in memory: half full, each of five has one of five tiles."""
     keys, values = segments(Case(packed=160), make_side)
@@ -124,3 +93,18 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[.
     for kernel, grid, arguments in calls[:-1]:
         kernel[grid](**arguments)
     assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [32, 96, 1000, 4096, 131072])
+@pytest.mark.parametrize("programs", [1, 8, 64, 4096])
+@pytest.mark.parametrize("more", [0, 7])
+def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int, more: int) -> None:
+    """Eight eras may have seven splits more than one."""
+    tile = launch.Tile(32, 1, 2)
+    size, splits = launch.split_sizes(packed, tile, programs, 8, more)
+    assert size % tile.tokens == 0
+    assert (splits - 1) * size < packed <= splits * size
+    assert splits + more <= launch.MAX_SPLITS
+    assert splits == 1 or size >= launch.MIN_SPLIT_TOKENS
+    rounds = (splits + more) * programs / (8 * launch.RESIDENT_WARPS)
+    assert splits == 1 or rounds <= (launch.ROUNDS if size >= launch.MIN_ROUND_TOKENS else 1)

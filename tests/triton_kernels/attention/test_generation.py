@@ -7,30 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.models.small_model import small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.storage.view import PathTaken, record_paths
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    """Llama with two layers, 6 query and 2 key/value heads of 64."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=96,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
-
 
 _TURBOQUANT = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "turboquant", "bits": 3}}
 # The interpreter takes minutes to search trellis codes, so one case has them.
@@ -51,7 +31,7 @@ def test_generation_equals_the_torch_backend(
 
     7 new tokens are enough for a step that packs more.
     """
-    model = tiny_llama()
+    model = small_model(vocab_size=96, hidden_size=96, num_attention_heads=6, head_dim=64)
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 72), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
     padding = torch.ones_like(ids)

@@ -19,23 +19,19 @@ from support.kernels.attention_cases import (
     spectral,
     tq,
 )
+from support.method_cases import neighbour_layout
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 
 @pytest.mark.parametrize("rotary", [4, 20])
-def test_partial_rotary_in_any_order(rotary: int, make_side: Callable[..., View]) -> None:
-    """Models that rotate the first channels alone, neighbours as pairs."""
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., View]) -> None:
     torch.manual_seed(rotary)
-    rest = tuple(range(2 * rotary, 64))
-    half = len(rest) // 2
-    order = (*range(0, 2 * rotary, 2), *rest[:half], *range(1, 2 * rotary, 2), *rest[half:])
-    layout = RopeLayout(order, rotary, tuple(range(rotary)))
+    layout = neighbour_layout(64, rotary)
     case = Case(spectral(2), tq(2), packed=96, split=(96, 1))
     keys = make_side(*case.keys, "keys", 64, case.packed, layout=layout)
     check_attention(launch.attend, case, keys, make_side(*case.values, "values", 64, case.packed))

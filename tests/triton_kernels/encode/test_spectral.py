@@ -11,12 +11,10 @@ import torch
 from support.files.spectral_files import statistics_file
 from support.kernels.device import DEVICE
 from support.kernels.encode_cases import assert_equal_but_for_ties
-from support.method_cases import half_layout, random_track
+from support.method_cases import half_layout, neighbour_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec
-from kvcache_compress.methods.spectral.codec import _coded
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 
 Make = Callable[..., Codec]
@@ -46,12 +44,8 @@ def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None
 
 
 @pytest.mark.parametrize("rotary", [4, 20])
-def test_partial_rotary_in_any_order(rotary: int, make_codec: Make) -> None:
-    """Models that rotate the first channels alone, neighbours as pairs."""
-    rest = tuple(range(2 * rotary, 64))
-    half = len(rest) // 2
-    order = (*range(0, 2 * rotary, 2), *rest[:half], *range(1, 2 * rotary, 2), *rest[half:])
-    layout = RopeLayout(order, rotary, tuple(range(rotary)))
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_codec: Make) -> None:
+    layout = neighbour_layout(64, rotary)
     codec = make_codec("spectral", {"bits": 2, "statistics": statistics_file(64)}, "keys", 64, layout=layout)
     torch.manual_seed(rotary)
     cos, sin = factors(layout, 64, 32)
@@ -99,15 +93,3 @@ def test_zeros_and_outliers(make_codec: Make) -> None:
     for mine, yours in zip(ours[:-1], theirs[:-1], strict=True):
         assert torch.equal(mine[0, 1, 5], yours[0, 1, 5])
     assert ours[-1].flatten(2)[0, 1, 5] == 0
-
-
-def test_digits_by_hand(make_codec: Make) -> None:
-    """Equal channels of one bit are signs, and the scale is what makes ±0.79788 of them."""
-    codec: Any = make_codec("spectral", {**TEXT, "bits": 1}, "keys", 16)
-    codec.context = replace(codec.context, rope=None)
-    eye, none = torch.eye(16).repeat(2, 1, 1), {"means": torch.zeros(2, 16, 16), "places": torch.zeros(2, 32, 16)}
-    codec._use(_coded({"inverse": eye, "deviation": torch.ones(2, 16), **none}))
-    signs = torch.where(torch.rand(1, 2, 32, 16) < 0.5, -1.0, 1.0)
-    plane, scale = BACKENDS["triton"].encoded(codec, 3 * signs)
-    assert torch.equal(packing.unpack((plane,), 1), (signs > 0).long())
-    torch.testing.assert_close(scale.float().flatten(2), torch.full((1, 2, 32), 3 / 0.79788), rtol=1e-3, atol=0)

@@ -19,27 +19,22 @@ from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.step_buffers import FULL, NOT_FINITE
 
 HEADS, GROUPS, DIM, CAPACITY = 2, 3, 32, 140
-KIVI = {"method": "kivi", "bits": 2}
 TURBOQUANT = {"method": "turboquant", "bits": 3, "codebook": "lloyd_max"}
-TRELLIS = {"method": "turboquant", "bits": 2, "codebook": "trellis"}
-PAIRS = {"method": "polarquant_rope", "group_size": 32}
-SKETCH = {"method": "qjl", "scalar": "norm"}
-TREE = {"method": "polarquant_recursive"}
-ANCHORS = {"method": "spectral", "bits": 2, "statistics": statistics_of(small_config(1), "one-layer")}
-APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
-"""Methods without a kernel encoder, which the layer encodes."""
+OTHERS: list[dict[str, Any]] = [
+    {"method": "kivi", "bits": 2},
+    {"method": "turboquant", "bits": 2, "codebook": "trellis"},
+    {"method": "polarquant_rope", "group_size": 32},
+    {"method": "qjl", "scalar": "norm"},
+    {"method": "polarquant_recursive"},
+    {"method": "turboquant", "bits": 3, "estimator": "prod"},  # without a kernel encoder: the layer encodes
+    {"method": "spectral", "bits": 2, "statistics": statistics_of(small_config(1), "one-layer")},
+]
 
 
 def static_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
     """Layer of static capacity filled with a prompt of 50 tokens, the same in every call."""
-    config = {
-        "keys": keys,
-        "values": TURBOQUANT,
-        "sink_tokens": sinks,
-        "recent_tokens": recent,
-        "max_cache_len": CAPACITY,
-    }
-    layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
+    config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "backend": "torch"}
+    layer = CompressedCache(small_model(1).config, {**config, "max_cache_len": CAPACITY}).layers[0]
     prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     layer.update(prompt, 2 * prompt)
     use_backend(layer, backend)
@@ -59,17 +54,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
 
 @pytest.mark.parametrize(
     ("keys", "sinks", "recent"),
-    [
-        (TURBOQUANT, 0, 0),
-        (TURBOQUANT, 53, 2),
-        (KIVI, 4, 8),
-        (TRELLIS, 4, 8),
-        (PAIRS, 4, 8),
-        (SKETCH, 4, 8),
-        (TREE, 4, 8),
-        (APART, 4, 8),
-        (ANCHORS, 4, 8),
-    ],
+    [(TURBOQUANT, 0, 0), (TURBOQUANT, 53, 2), *((keys, 4, 8) for keys in OTHERS)],
     ids=["none", "many", "groups", "trellis", "pairs", "sketch", "tree", "apart", "anchors"],
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
