@@ -14,6 +14,7 @@ _UNUSABLE = {
     "minimax": "it takes no cache but its own MiniMaxCache",
     "openai-gpt": "it takes no cache",
     "reformer": "it keeps hash buckets of its own and puts nothing into a cache",
+    "vibevoice": "it writes into cached keys and values",
     "xlnet": "it keeps a memory of its own (mems) and puts nothing into a cache",
 }
 """Models that would ignore a compressed cache, fail with it, or attend to the wrong tokens."""
