@@ -17,10 +17,10 @@ import typer
 
 from kvcache_compress.eval.provenance.results import write_json
 from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, split_windows, train_side
-from kvcache_compress.methods.commvq.calibration.collect import calibrated_layers, collect, read_layer
+from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.codebook_file import code_bits
 from kvcache_compress.modeling.calibration.text import read_windows
-from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.modeling.facts import calibrated_layers, head_shape
 from kvcache_compress.modeling.loading import load_model
 
 GRID = ((8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 11))

@@ -34,8 +34,8 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Values of k in recall 1@k."""
 CENTROIDS, WINDOW = 256, 512
 TURBOQUANTS: dict[str, dict[str, Any]] = {
-    "TurboQuant mse (paper)": {"codebook": "lloyd_max", "scalar": "norm", "rotation": "haar"},
-    "TurboQuant prod (paper)": {"estimator": "prod", "sketch": "gaussian", "rotation": "haar"},
+    "TurboQuant mse (paper)": {"codebook": "lloyd_max", "scalar": "norm"},
+    "TurboQuant prod (paper)": {"estimator": "prod", "sketch": "gaussian"},
     "TurboQuant unbiased": {"scalar": "unbiased"},
 }
 

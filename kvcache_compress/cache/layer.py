@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.interface import ATTENTION_NAME
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.backends.choice import resolve_backend
+from kvcache_compress.codecs.base import CodecContext, Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
@@ -23,11 +25,12 @@ from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, che
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 
-from .new_storage import new_storage
+FLUSH_TOKENS = 32
+"""Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -103,16 +106,39 @@ class CompressedLayer(CacheLayerMixin):
             self._accepted = None
             if self.track is not None:
                 self.track = self.track.at(self.device, self.index)
-            self.storage = storage = new_storage(
-                key_states.detach(), value_states.detach(), self.plan, self.compression, self.rope, self.track,
-                self.padding, self.checks, self.budget,
-            )  # fmt: skip
+            self.storage = storage = self._new_storage({"keys": key_states.detach(), "values": value_states.detach()})
             self.backend, self.group, self.flush_tokens = storage.backend, storage.windows.group, storage.windows.flush
             if self.max_cache_len is not None:
                 self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
                 torch._dynamo.mark_static_address(self.cumulative_length)
             self._take_over(storage)
         self.is_initialized = True
+
+    def _new_storage(self, inputs: dict[Side, torch.Tensor]) -> DynamicStorage:
+        """Build codecs and an empty storage for keys and values like these, `[B, H, T, D]`."""
+        plan, track, codecs = self.plan, self.track, {}
+        for side, x in inputs.items():
+            context = CodecContext(
+                side=side, head_dim=x.shape[-1], heads=x.shape[1], layer=self.index, seed=self.compression.seed,
+                sink_tokens=plan.sink_tokens, dtype=x.dtype, device=x.device, rope=self.rope,
+            )  # fmt: skip
+            codecs[side] = plan.side(side).codec()(plan.side(side).options(), context)
+        kinds = ((type(codec), codec.options, side) for side, codec in codecs.items())
+        backend = resolve_backend(self.compression.backend, self.device, kinds)
+        group = math.lcm(*(codec.group for codec in codecs.values()))
+        flush = math.lcm(FLUSH_TOKENS, group)
+        windows = Windows(plan.sink_tokens, plan.recent_tokens, flush, group, self.max_cache_len)
+        sides = {
+            side: SideState(
+                backend.bind(codec), inputs[side], windows, backend,
+                track if plan.rope_use(side) == "factors" else None, self.padding,
+            )
+            for side, codec in codecs.items()
+        }  # fmt: skip
+        return DynamicStorage(
+            sides, windows, self.checks, backend, flushes_steps=self.compression.quantize_generated, track=track,
+            leads_track=track is None or track.leader == self.index, budget=self.budget,
+        )  # fmt: skip
 
     def _writable_buffers(self) -> AbstractContextManager[Any]:
         """Leave inference mode if the capacity is fixed, because buffers are later written outside of it too."""

@@ -24,7 +24,7 @@ from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
 from kvcache_compress.codecs.transforms.centering import Center, check_center
 from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
-from kvcache_compress.codecs.transforms.rotation import RotationKind, random_rotation
+from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
 
@@ -49,7 +49,6 @@ class PolarQuantRecursiveOptions(MethodOptions):
         radius_bits: 16 (the paper's), or 8: a logarithmic code per head, from 1/64 of the smallest radius of the first
             prefill to 16 times the largest. Smaller radii become zero.
         precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
-        rotation: `haar` or `hadamard`.
         shared_rotation: use one rotation for all layers.
         codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first update.
             With `online`, all rows of a batch must share one prompt (beams, several returned sequences).
@@ -63,7 +62,6 @@ class PolarQuantRecursiveOptions(MethodOptions):
     bits: Annotated[AnyTuple[Annotated[int, Limits(ge=1, le=6)]], Limits(min_length=1)] = (4, 3, 2)
     radius_bits: Literal[8, 16] = 8
     precondition: bool = True
-    rotation: RotationKind = "haar"
     shared_rotation: bool = False
     codebook: Literal["offline", "online"] = "offline"
     scalar: Scalar | None = None
@@ -76,14 +74,10 @@ class PolarQuantRecursiveOptions(MethodOptions):
         return bits if isinstance(bits, (list, tuple)) else (bits,)
 
     def idle(self) -> dict[str, str]:
-        return {} if self.precondition else dict.fromkeys(("rotation", "shared_rotation"), "precondition: true")
+        return {} if self.precondition else {"shared_rotation": "precondition: true"}
 
     def level_bits(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each level for this head dimension.
-
-        Raises:
-            ValueError: the head dimension does not allow these levels.
-        """
+        """Bits of each level for this head dimension."""
         check_head_dim("polarquant_recursive", head_dim, 16, 32)
         most = polar_tree.full_depth(head_dim)
         levels = most if self.levels is None else self.levels
@@ -135,7 +129,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         basis = torch.eye(dim, device="cpu")
         if self.options.precondition:
             seed = self.context.seed_of("rotation", self.options.shared_rotation)
-            basis = random_rotation(self.options.rotation, dim, seed)
+            basis = random_rotation(dim, seed)
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
     def measure(

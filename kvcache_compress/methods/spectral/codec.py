@@ -41,7 +41,8 @@ from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import Prior, prompt_statistics
-from .statistics_file import RANK, check_model, load_layer, read_statistics
+from .statistics_file import check_model, load_layer, read_statistics
+from .transform import RANK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

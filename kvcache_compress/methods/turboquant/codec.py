@@ -26,7 +26,7 @@ from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantiz
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center, check_center
 from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
-from kvcache_compress.codecs.transforms.rotation import RotationKind, random_rotation
+from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.registry import register_method
 
 from .components import Codebook, Estimator, build_components, channel_sets, component_bits
@@ -44,7 +44,6 @@ class TurboQuantOptions(MethodOptions):
         estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one bit on a sketch of the residual.
         scalar: number stored per token: `norm` (the paper's), `match`, `unbiased` or `least_squares`; by default
             `match` for keys and `unbiased` for values.
-        rotation: `haar` or `hadamard`.
         shared_rotation: use one rotation for all layers.
         codebook: `trellis` (default except for `prod`) loses a fifth to a third less than the paper's `lloyd_max` at 1
             to 3 bits, but encodes and decodes more slowly; more bits use Lloyd-Max levels with it. `uniform`: evenly
@@ -58,7 +57,6 @@ class TurboQuantOptions(MethodOptions):
     bits: Annotated[float, Limits(ge=1, le=6, multiple_of=0.5)] = 4
     estimator: Estimator = "mse"
     scalar: Scalar | None = None
-    rotation: RotationKind = "haar"
     shared_rotation: bool = False
     codebook: Codebook | None = None
     center: Center | None = None
@@ -123,8 +121,7 @@ class TurboQuantCodec(LinearCodec):
         """Rotations R and, for `prod`, sketches S of the channel sets, each float32 `[width, width]`."""
         seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
         rotations = tuple(
-            random_rotation(self.options.rotation, width, seed_of(f"rotation {index}"))
-            for index, (width, _) in enumerate(self.sets)
+            random_rotation(width, seed_of(f"rotation {index}")) for index, (width, _) in enumerate(self.sets)
         )
         sketches: tuple[torch.Tensor, ...] = ()
         if self.options.estimator == "prod":

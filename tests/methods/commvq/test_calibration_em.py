@@ -18,7 +18,6 @@ from kvcache_compress.methods.commvq.calibration.em import (
     start_centres,
     train_residual,
 )
-from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits, train_encoder
 
 HEADS, VECTORS, CENTRES, PAIRS = 2, 300, 8, 6
 FORMS = {"complex": ComplexForm(), "real": RealForm()}
@@ -133,13 +132,3 @@ def test_more_rounds_and_more_centres_lose_less(form: Form) -> None:
     assert (losses.diff(dim=1) < 0).all()
     _, finer = train_residual(x, form, 1, 4 * CENTRES, SHORT, generator())
     assert (finer[:, 0] < losses[:, 0]).all()
-
-
-def test_encoder_learns_and_is_deterministic() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.nn.functional.normalize(torch.randn(2000, 4, generator=generator) @ torch.randn(4, 16), dim=-1)
-    network, loss = train_encoder(tokens, 16, EncoderSchedule(steps=300, batch=128), generator)
-    decoded = encoder_bits(network, tokens) @ network["codebook"]
-    assert loss == pytest.approx((tokens - decoded).square().sum(-1).mean().item())
-    assert loss < 0.3
-    assert torch.equal(encoder_bits(network, tokens), encoder_bits(network, tokens))

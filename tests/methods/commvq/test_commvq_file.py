@@ -24,23 +24,13 @@ def _model(**facts: Any) -> Callable[[Any, Any, Any], Any]:
     return lambda h, t, m: h["model"].update(facts)
 
 
-def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
-    """Change all tensors."""
-    return lambda h, t, m: t.update({name: change(x).contiguous().clone() for name, x in t.items()})
-
-
 DAMAGES: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "version": (lambda h, t, m: m.update(version="2"), "format version '2', but this release reads '1'"),
     "long version": (lambda h, t, m: m.update(version="x\n" * 2000), "format version"),
     "kind": (lambda h, t, m: m.update(kind="pt"), "not a kvcache-compress file of codebooks"),
     "no heads": (lambda h, t, m: h["model"].pop("kv_heads"), "kv_heads"),
     "layer": (lambda h, t, m: t.pop("values.1.codebooks"), "it holds no values of layer 1"),
-    "shape": (_changed(lambda x: x[:, :, :, :15]), "damaged: keys of .* 15 centres"),
-    "one shape": (lambda h, t, m: t.update({"keys.2.codebooks": t["keys.2.codebooks"][:, :, :1].clone()}), "keys.2"),
-    "number": (lambda h, t, m: t.update({"keys.3.codebooks": t["keys.0.codebooks"].clone()}), "'keys.3.codebooks'"),
-    "name": (lambda h, t, m: t.update(other=torch.zeros(1).half()), "an unexpected tensor 'other'"),
-    "dtype": (_changed(torch.Tensor.float), "torch.float32"),
-    "heads": (_model(kv_heads=4), "an unexpected tensor 'keys.0.codebooks'"),
+    "heads": (_model(kv_heads=4), "kv_heads 4 in the file, 2 here"),
     "layers": (_model(layers=30), "layers 30 in the file, 3 here"),
     "RoPE": (lambda h, t, m: h["model"]["rope"].update(rotary=3), "rope .*'rotary': 3.* in the file"),
     "model type": (_model(model_type="mistral"), "model_type mistral in the file, llama here"),
@@ -55,7 +45,7 @@ def test_files_that_do_not_fit(name: str) -> None:
     config = LlamaConfig(**CONTRACT_MODEL, name_or_path="org/tiny")
     path = damaged(change)
     with pytest.raises(ValueError, match=rf"codebooks='.*damaged.safetensors' for commvq: .*{message}") as refused:
-        CommVQCache(config, path)
+        CommVQCache(config, codebooks=path)
     assert len(str(refused.value)) < 1000
     assert "\n" not in str(refused.value)
 
@@ -66,13 +56,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for content in (whole[: len(whole) // 2], whole[:20], b"", b"not safetensors at all"):
         (tmp_path / "x.safetensors").write_bytes(content)
         with pytest.raises(ValueError, match=r"damaged, or not a safetensors file"):
-            CommVQCache(config, tmp_path / "x.safetensors")
+            CommVQCache(config, codebooks=tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"nowhere.safetensors' for commvq: no such file. .*calibrate"):
-        CommVQCache(config, tmp_path / "nowhere.safetensors")
+        CommVQCache(config, codebooks=tmp_path / "nowhere.safetensors")
     with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
         CommVQCache(config)
     path = damaged(lambda h, t, m: t["keys.0.codebooks"].view(-1)[3:4].fill_(torch.nan))
-    broken = CommVQCache(config, path)
+    broken = CommVQCache(config, codebooks=path)
     with pytest.raises(ValueError, match=r"keys.0.codebooks holds NaN"), torch.no_grad():
         broken.update(torch.ones(1, 2, 200, 32), torch.ones(1, 2, 200, 32), 0)
 
@@ -94,5 +84,5 @@ def test_names_of_models(one: str, other: str, same: bool) -> None:
     path = damaged(_model(name=one))
     if not same:
         with pytest.raises(ValueError, match="If both have the same weights"):
-            CommVQCache(config, path)
-    CommVQCache(config, path, any_model=not same)
+            CommVQCache(config, codebooks=path)
+    CommVQCache(config, codebooks=path, any_model=not same)

@@ -20,7 +20,7 @@ def polar(**options: Any) -> tuple[str, dict[str, Any]]:
     return NAME, options
 
 
-PAPER = {"levels": 4, "bits": (4, 2), "radius_bits": 16, "scalar": "norm", "rotation": "haar", "shared_rotation": True}
+PAPER = {"levels": 4, "bits": (4, 2), "radius_bits": 16, "scalar": "norm", "shared_rotation": True}
 CONTRACT = {
     "polar": {side: {"method": NAME, "bits": [4, 3, 2]} for side in ("keys", "values")},
     "polar-centred": {

@@ -1,4 +1,4 @@
-"""PolarQuant on RoPE pairs: cells, pairs, storage, and the two score functions."""
+"""PolarQuant on RoPE pairs: cells, pairs, storage and scores."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,6 @@ KERNEL_PAIRS: dict[str, Any] = {
     "polarquant-rope": ((NAME, {}), ("turboquant", {"bits": 4})),
     "polarquant-rope-m6n3": ((NAME, {"angle_bits": 6, "radius_bits": 3, "group_size": 32}), _NONE),
     "polarquant-rope-paper": ((NAME, {"angle_bits": 3, "radius_bits": 6, "scalar": "match", **PAPER}), _NONE),
-    "polarquant-rope-table": ((NAME, {"angle_bits": 3, "score_function": "table", "scalar": "match"}), _NONE),
 }
 ENCODERS = [
     (NAME, {"group_size": 32}, "keys"),
@@ -185,23 +184,18 @@ def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
 
 
 @pytest.mark.parametrize(("scale", "m", "n"), [("channel", 2, 4), ("group", 3, 3), ("channel", 6, 2)])
-def test_table_equals_direct(make_codec: Make, scale: str, m: int, n: int) -> None:
-    """Both score functions, for groups of 3 and 7 query heads, are q · decoded key."""
+def test_scores(make_codec: Make, scale: str, m: int, n: int) -> None:
+    """Scores, for groups of 3 and 7 query heads, are q · decoded key."""
     options = {"angle_bits": m, "radius_bits": n, "radius_scale": scale, "scalar": "match", "center": "on"}
-    direct, table = (make_codec(NAME, 64, heads=2, score_function=kind, **options) for kind in ("direct", "table"))
+    codec = make_codec(NAME, 64, heads=2, **options)
     x = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(0)) + 0.3
-    for codec in (direct, table):
-        codec.prepare(x)
-    fields = direct.encode(x)
-    assert all(torch.equal(*pair) for pair in zip(fields, table.encode(x), strict=True))
-    decoded = direct.decode(fields)
-    assert torch.equal(decoded, table.decode(fields))
+    codec.prepare(x)
+    fields = codec.encode(x)
+    decoded = codec.decode(fields)
     for groups in (3, 7):
         query = torch.randn(2, 2, groups, 64)
-        for codec in (direct, table):
-            mapped = codec.map_query(query)
-            assert mapped.shape[-1] == 1 + (64 if codec is direct else 32 * 2 ** (m - 1))
-            torch.testing.assert_close(codec.score(mapped, fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
+        scores = codec.score(codec.map_query(query), fields)
+        torch.testing.assert_close(scores, query @ decoded.mT, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scale", ["channel", "group"])
