@@ -9,7 +9,7 @@ values lost twice as much at equal bits. The codebooks come from a file that cal
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from pydantic import Field as Limits
@@ -100,27 +100,20 @@ class CommVQCodec(Codec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x = x.float()
-        if self.context.side == "keys":
-            layout, factors = self._rope(rope)
-            x = torch.stack(layout.split(layout.unrotate(x, factors)), -1).flatten(-2)
+        if rope is not None and (layout := self.context.rope) is not None:
+            x = torch.stack(layout.split(layout.unrotate(x, rope)), -1).flatten(-2)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
         codes, point = self.books.encode(z, self.native)
         scale = stored_scalar(z, point, norm, self.scalar)
         return codes, torch.fmin(scale, (LARGEST_GAIN * norm).clamp(max=SCALE_MAX).to(torch.float16))
 
-    def _rope(self, rope: Rope | None) -> tuple[Any, Rope]:
-        if rope is None or self.context.rope is None:
-            raise RuntimeError("commvq needs the RoPE factors of the tokens to encode and decode keys")
-        return self.context.rope, rope
-
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         packed, scale = fields
         x = self.books.decode(packed) * scale.float()[..., None]
-        if self.context.side == "values":
+        if rope is None or (layout := self.context.rope) is None:
             return x
-        layout, factors = self._rope(rope)
-        return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), factors)
+        return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), rope)
 
     @cached_property
     def kernel_side(self) -> KernelSide:

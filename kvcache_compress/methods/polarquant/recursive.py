@@ -18,7 +18,7 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import Field, check_head_dim
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, prepared
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
@@ -99,6 +99,8 @@ class PolarQuantRecursiveCodec(LinearCodec):
     name: ClassVar[str] = "polarquant_recursive"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
     options: PolarQuantRecursiveOptions
+    books: tuple[AngleCodebook, ...]
+    """Codebooks of the levels; `online` ones are set with the statistics."""
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -107,7 +109,6 @@ class PolarQuantRecursiveCodec(LinearCodec):
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = options.scalar or default
-        self.books: tuple[AngleCodebook, ...] = ()
         if options.codebook == "offline":
             books = (offline_codebook(level, width) for level, width in enumerate(bits, 1))
             self.books = tuple(book.to(context.device) for book in books)
@@ -161,24 +162,20 @@ class PolarQuantRecursiveCodec(LinearCodec):
             self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
 
     def _to_code_space(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-        return self.equalize(x, statistics) @ self.own_basis()[0].mT
+        return self.equalize(x, statistics) @ self.basis[0].mT
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         y = self._to_code_space(x, self.statistics)
         encode = getattr(self.native, "quantize_tree", polar_tree.encode)
-        planes, energy, cross = encode(y, self.tree, self._ready_books())
+        planes, energy, cross = encode(y, self.tree, self.books)
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)
         else:
             radii = cross if self.scalar == "least_squares" else energy.sqrt()
         return (*planes, self._store_radii(radii))
 
-    def _ready_books(self) -> tuple[AngleCodebook, ...]:
-        return prepared(self.books or None, "online codebooks")
-
     def _radius_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """log2 of the radius of code 1, and the step per code, each `[H]`."""
-        prepared(self.radius_table, "8-bit radii")
         return self.statistics["least_log_radius"], self.statistics["log_radius_step"]
 
     def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
@@ -197,7 +194,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def parts(self, fields: Fields) -> Iterator[Part]:
         codes, radii = polar_tree.unpack(self.tree, fields), self._radii(fields[-1])
-        yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self._ready_books()))
+        yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self.books))
 
     @cached_property
     def kernel_side(self) -> KernelSide:
@@ -210,15 +207,15 @@ class PolarQuantRecursiveCodec(LinearCodec):
     def kernel_encoder(self) -> KernelEncoder:
         from kvcache_compress.triton_kernels.encode.polarquant_recursive import polarquant_recursive_encoder
 
-        books, rows = self._ready_books(), self.encoding_rows(self.own_basis())
+        rows = self.encoding_rows(self.basis)
         radii = torch.stack(self._radius_range(), -1) if self.options.radius_bits == 8 else None
-        return polarquant_recursive_encoder(self.tree, books, rows, self.scalar, radii, self.mean)
+        return polarquant_recursive_encoder(self.tree, self.books, rows, self.scalar, radii, self.mean)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
         from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
-        tables = [book.points for book in self._ready_books()]
+        tables = [book.points for book in self.books]
         if self.radius_table is not None:
             tables.append(self.radius_table)
         return cpu_side("tree", self.tree.places, tables, self.ready_basis(), self.mean)

@@ -18,7 +18,7 @@ from pydantic import Field as Limits
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, centred, prepared
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, centred
 from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes, quantize, quarter_bounds, radii
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.codecs.transforms.centering import Center
@@ -71,12 +71,12 @@ class PolarQuantRopeCodec(LinearCodec):
     name: ClassVar[str] = "polarquant_rope"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
     options: PolarQuantRopeOptions
+    scale: torch.Tensor
+    """The paper's scales per channel, float32 `[H, pairs]`, set with the statistics; scales per group are stored."""
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         self.pairs, self.codes = pair_layout(options, context), options.codes
-        self.scale: torch.Tensor | None = None
-        """The paper's scales per channel, float32 `[H, pairs]`; None if scales are per group."""
         codes = torch.arange(2**options.angle_bits, device="cpu")
         angles = 2 * math.pi * (codes + self.codes.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
@@ -131,11 +131,8 @@ class PolarQuantRopeCodec(LinearCodec):
     def _token_scale(self, stored: Fields) -> torch.Tensor:
         """Scale of every radius, float32, broadcastable to `[B, H, T, pairs]`."""
         if self.options.radius_scale == "channel":
-            return self._channel_scale()[:, None]
+            return self.scale[:, None]
         return stored[0].float().repeat_interleave(self.group, 2)
-
-    def _channel_scale(self) -> torch.Tensor:
-        return prepared(self.scale, "scales per channel")
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         real, imaginary = self.pairs.split(centred(x, self.mean))
@@ -173,13 +170,13 @@ class PolarQuantRopeCodec(LinearCodec):
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
         if self.options.radius_scale == "group":
             return parts.transpose(1, 2).flatten(0, 1).unsqueeze(0)
-        scaled = parts * self._channel_scale()[:, None, None]
+        scaled = parts * self.scale[:, None, None]
         return scaled.transpose(2, 3).flatten(1, 2)
 
     def parts(self, fields: Fields) -> Iterator[Part]:
         angle, radius = self._polar(fields)
         if self.options.radius_scale == "channel":
-            radius = radius / self._channel_scale()[:, None].clamp_min(1e-30)
+            radius = radius / self.scale[:, None].clamp_min(1e-30)
         x = torch.cat([radius * self.points[angle, 0], radius * self.points[angle, 1]], -1)
         yield Part(slice(x.shape[-1]), self._matched(fields, x))
 
@@ -193,7 +190,7 @@ class PolarQuantRopeCodec(LinearCodec):
     def kernel_encoder(self) -> KernelEncoder:
         from kvcache_compress.triton_kernels.encode.polarquant_rope import polarquant_rope_encoder
 
-        scale = self._channel_scale() if self.options.radius_scale == "channel" else None
+        scale = self.scale if self.options.radius_scale == "channel" else None
         return polarquant_rope_encoder(self.codes, self.pairs, self.bounds, scale, self.mean)
 
     @cached_property

@@ -91,6 +91,8 @@ class TurboQuantCodec(LinearCodec):
     options: TurboQuantOptions
     in_memory_order: ClassVar[bool] = True
     bit_choices: ClassVar[tuple[float, ...]] = (1, 2, 3, 4, 5, 6)
+    set_rows: tuple[torch.Tensor, ...]
+    """Rows of the basis of each channel set; with two sets they are set with the statistics."""
 
     def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -99,7 +101,6 @@ class TurboQuantCodec(LinearCodec):
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
         self.components = build_components(options.estimator, options.codebook, self.sets, context.device)
         self._rotations, self._sketches = self._build_rotations()
-        self.set_rows: tuple[torch.Tensor, ...] = ()
         if len(self.sets) == 1:
             self._set_basis(None)
 
@@ -171,7 +172,6 @@ class TurboQuantCodec(LinearCodec):
             self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        self.own_basis()
         x = self.equalize(x, self.statistics)
         fields: Fields = ()
         for index, rows in enumerate(self.set_rows):
