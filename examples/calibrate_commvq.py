@@ -17,7 +17,7 @@ from kvcache_compress.modeling.loading import load_model
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="hub id or folder")
-parser.add_argument("--text", default=str(DEFAULT_TEXT), help="a file, or a dataset's id on the hub")
+parser.add_argument("--text", default=str(DEFAULT_TEXT), help="a text file")
 parser.add_argument("--tokens", type=int, default=2048)
 parser.add_argument("--rounds", type=int, default=3, help="rounds of keys and of values")
 parser.add_argument("--centres", type=int, default=16, help="centres N of a round's codebook")

@@ -109,8 +109,7 @@ def load_cache(
         cache = new_cache(_config(file.header["config"], files))
         if problem := file.facts.mismatch(model_facts(cache.decoder_config), any_model=any_model):
             raise ValueError(problem)
-        _check_kinds(cache, file.header)
-        _check_share(file.header["share"])
+        _check_fit(cache, file.header)
         _restore(cache, file.header["layers"], tensors, target)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         known = isinstance(error, ValueError)
@@ -145,11 +144,18 @@ def _config(plain: dict[str, Any], files: Mapping[str, str | Path | None]) -> Co
     return load_config(plain)
 
 
-def _check_kinds(cache: Any, header: Mapping[str, Any]) -> None:
+def _check_fit(cache: Any, header: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for layers of other kinds, or another share of the model's heads."""
     saved, ours = [layer["kind"] for layer in header["layers"]], [type(layer).__name__ for layer in cache.layers]
     if saved != ours:
         raise ValueError(
             f"its layers are {saved} (Transformers {header['transformers']}), but those of the model are {ours}"
+        )
+    (number, shares), (rank, processes) = header["share"], process_rank()
+    if processes % shares or rank % shares != number:
+        raise ValueError(
+            f"it holds share {number} of the model's heads, which tensor parallelism divided into {shares} shares: "
+            f"process {rank} of {processes} cannot load it"
         )
 
 
@@ -165,15 +171,6 @@ def _share(cache: Any) -> list[int]:
         return [0, 1]
     shares = head_shape(config)[1] // layer.sides["keys"].sinks.shape[1]
     return [rank % shares, shares]
-
-
-def _check_share(share: list[int]) -> None:
-    (number, shares), (rank, processes) = share, process_rank()
-    if processes % shares or rank % shares != number:
-        raise ValueError(
-            f"it holds share {number} of the model's heads, which tensor parallelism divided into {shares} shares: "
-            f"process {rank} of {processes} cannot load it"
-        )
 
 
 def _restore(

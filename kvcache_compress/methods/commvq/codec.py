@@ -99,8 +99,8 @@ class CommVQCodec(Codec):
         return torch.float16.itemsize * heads * rounds * centres * head_dim
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x = x.float()
-        if rope is not None and (layout := self.context.rope) is not None:
+        x, layout = x.float(), self.context.rope
+        if self.context.side == "keys" and layout is not None and rope is not None:
             x = torch.stack(layout.split(layout.unrotate(x, rope)), -1).flatten(-2)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
@@ -111,7 +111,8 @@ class CommVQCodec(Codec):
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         packed, scale = fields
         x = self.books.decode(packed) * scale.float()[..., None]
-        if rope is None or (layout := self.context.rope) is None:
+        layout = self.context.rope
+        if self.context.side == "values" or layout is None or rope is None:
             return x
         return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), rope)
 

@@ -22,8 +22,8 @@ from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
-from kvcache_compress.codecs.transforms.centering import Center, check_center
-from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
+from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
+from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
@@ -119,8 +119,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
     @classmethod
     def layout(cls, options: PolarQuantRecursiveOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         bits = options.level_bits(head_dim)
-        check_center(cls.name, options.center, side)
-        check_equalize(cls.name, options.equalize, side)
+        check_for_keys(cls.name, side, center=options.center, equalize=options.equalize)
         radius = torch.float16 if options.radius_bits == 16 else torch.uint8
         return polar_tree.polar_tree(head_dim, bits).fields(radius)
 

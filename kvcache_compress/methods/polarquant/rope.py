@@ -121,13 +121,6 @@ class PolarQuantRopeCodec(LinearCodec):
             self.scale = statistics["scale"]
             self.basis = self._build_basis()
 
-    def _stored_scale(self, radius: torch.Tensor) -> Fields:
-        """Scales of the groups of `radius` `[B, H, T, pairs]`; empty if scales are per channel."""
-        if self.options.radius_scale == "channel":
-            return ()
-        scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.codes.steps
-        return (scale.clamp(max=SCALE_MAX).to(torch.float16),)
-
     def _token_scale(self, stored: Fields) -> torch.Tensor:
         """Scale of every radius, float32, broadcastable to `[B, H, T, pairs]`."""
         if self.options.radius_scale == "channel":
@@ -137,7 +130,10 @@ class PolarQuantRopeCodec(LinearCodec):
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         real, imaginary = self.pairs.split(centred(x, self.mean))
         radius = radii(real, imaginary)
-        stored = self._stored_scale(radius)
+        stored: Fields = ()
+        if self.options.radius_scale == "group":
+            scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.codes.steps
+            stored = (scale.clamp(max=SCALE_MAX).to(torch.float16),)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
         quantize_on = getattr(self.native, "quantize_pairs", quantize)
         bits = self.options.angle_bits, self.options.radius_bits

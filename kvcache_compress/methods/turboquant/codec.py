@@ -24,8 +24,8 @@ from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
-from kvcache_compress.codecs.transforms.centering import Center, check_center
-from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
+from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
+from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.registry import register_method
 
@@ -107,8 +107,7 @@ class TurboQuantCodec(LinearCodec):
     @classmethod
     def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
-        check_center(cls.name, options.center, side)
-        check_equalize(cls.name, options.equalize, side)
+        check_for_keys(cls.name, side, center=options.center, equalize=options.equalize)
         sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
         fields: tuple[Field, ...] = ()
         for index, (width, set_bits) in enumerate(sets):
