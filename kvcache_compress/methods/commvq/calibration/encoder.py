@@ -31,7 +31,7 @@ class EncoderSchedule:
 def train_encoder(
     tokens: torch.Tensor, bits: int, schedule: EncoderSchedule, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Train the encoder on normalized float32 tokens `[n, H * D]`: its tensors in `codebook_file`, not yet halved."""
+    """Train the encoder on normalized float32 tokens `[n, H * D]`; tensors are rounded to float16."""
     width = tokens.shape[1]
     hidden = schedule.hidden * width
 
