@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 CACHES = ("full", "turboquant-4bit", "best-4bit", "best-3bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
 PRESETS = (
     "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",
-    "commvq-1bit", "commvq-2bit",
+    "commvq-1bit", "commvq-2bit", "commvq-paper",
 )  # fmt: skip
 """One preset of each method and form of codes."""
 HEADS = {"9/3 heads of 64": Shape(9, 3, 64), "32/8 heads of 128": Shape(32, 8, 128)}

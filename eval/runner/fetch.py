@@ -109,7 +109,9 @@ DATA = (
 )
 _CALIBRATE = "kvcache-compress calibrate --text texts/tune/essays.txt --text texts/tune/news.txt"
 _KINDS = ("essays", "news", "code", "mathematics", "help")
-_TWO_BITS, _SPECTRAL = "codebooks/commvq-2bit.safetensors", "statistics/spectral.safetensors"
+_TWO_BITS, _PAPER, _SPECTRAL = (
+    "codebooks/commvq-2bit.safetensors", "codebooks/commvq-paper.safetensors", "statistics/spectral.safetensors",
+)  # fmt: skip
 MADE = (
     Made(
         "texts",
@@ -118,6 +120,7 @@ MADE = (
         slow=False,
     ),
     Made(_TWO_BITS, (_TWO_BITS,), f"{_CALIBRATE} --method commvq --quick --output {_TWO_BITS}"),
+    Made(_PAPER, (_PAPER,), f"{_CALIBRATE} --method commvq --quick --values encoder --output {_PAPER}"),
     Made(_SPECTRAL, (_SPECTRAL,), f"{_CALIBRATE} --method spectral --output {_SPECTRAL}"),
 )
 

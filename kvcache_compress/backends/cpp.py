@@ -47,7 +47,8 @@ class CppBackend(TorchBackend):
     def takes(self, call: AttentionCall, keys: View, values: View) -> bool:
         if super().takes(call, keys, values):
             return True
-        return call.query.shape[2] <= MAX_QUERIES and call.query.dtype == torch.float32
+        few = call.query.shape[2] <= MAX_QUERIES
+        return few and call.query.dtype == torch.float32 and values.codec.chunks_on_cpp
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may lack their statistics

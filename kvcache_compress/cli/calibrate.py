@@ -30,6 +30,9 @@ def calibrate(
         typer.Option(help="Tokens of text to use. Default: commvq 55296 (with --quick 18432), spectral 20480."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="commvq: code bits per number, 1 or 2 (default).")] = None,
+    values: Annotated[
+        str | None, typer.Option(help="commvq: how values are coded: residual (default), or encoder as in the paper.")
+    ] = None,
     key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys.")] = None,
     value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values.")] = None,
     centres: Annotated[
@@ -47,7 +50,7 @@ def calibrate(
 ) -> None:
     """Calibrate a method on your model and write the result to a file: CommVQ's codebooks, or spectral's statistics."""
     common = {"tokens": tokens}
-    commvq = {"bits": bits, "key_rounds": key_rounds, "value_rounds": value_rounds}
+    commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
     commvq |= {"centres": centres, "groups": groups}
     own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
     with errors_as_lines():

@@ -116,6 +116,8 @@ class Codec(ABC):
     native: Any = None
     """A back end's functions that replace parts of `encode`, by name, such as `quantize_levels`; None for PyTorch
     alone."""
+    chunks_on_cpp: bool = True
+    """True if prompt chunks may use C++ attention; False if code space is much wider than a head."""
     bit_choices: ClassVar[tuple[float, ...]] = ()
     """Values of the option `bits` that a `BitBudget` chooses among; empty if it cannot change the method's bits."""
     per_prompt: bool = False

@@ -42,7 +42,7 @@ def test_encoding() -> None:
 
 def test_storing() -> None:
     """CommVQ with codebooks for a model of one layer, and a preset with rules for single layers."""
-    presets = ("commvq-2bit", "turboquant-mixed")
+    presets = ("commvq-paper", "turboquant-mixed")
     found = times(run("store", "--turns", "1", *(f"--preset={name}" for name in presets)))
     assert [*found] == [*presets]
     assert all(ms > 0 for row in found.values() for ms in row)

@@ -69,17 +69,22 @@ def test_windows(case: Any, ids: torch.Tensor, sizes: list[int], changes: dict[s
 
 
 def test_path_is_taken(case: Any, ids: torch.Tensor) -> None:
-    """Fused attention runs at decode steps over packed tokens, once per compressed layer; C++ runs chunks too."""
+    """Fused attention runs at decode steps over packed tokens, once per compressed layer.
+
+    C++ attention runs prompt chunks too, and tiles run them if the value codec's `chunks_on_cpp` is False.
+    """
     cache = case.cache()
     taken = []
     for part in (ids[:, :60], ids[:, 60:90], ids[:, 90:91], ids[:, 91:97]):
         with record_paths() as paths:
             case.feed(cache, part)
         taken.append(paths)
-    backends = [layer.backend.name for layer in compressed(cache)]
+    layers = compressed(cache)
+    backends = [layer.backend.name for layer in layers]
+    chunks = ["cpp" if layer.sides["values"].codec.chunks_on_cpp else "tiled" for layer in layers]
+    fused_chunks = [path for path, backend in zip(chunks, backends, strict=True) if backend == "cpp"]
     assert taken[0] == []
-    fused_chunks = [("cpp", 30)] * backends.count("cpp") * case.fused
-    assert [call for call in taken[1] if call.path != "decode"] == fused_chunks
+    assert [call for call in taken[1] if call.path != "decode"] == [(path, 30) for path in fused_chunks] * case.fused
     assert taken[2] == [(backend, 1) for backend in backends] * case.fused
     assert taken[3] == [(backend, 6) for backend in backends] * case.fused
 

@@ -4,7 +4,10 @@ Header beside that of every model file: `options`, `data` and `losses` of the ca
 key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
-    values.{layer}.codebooks  [H, G, R, N, head_dim / G]
+    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form, or the paper's:
+    values.{layer}.weight1    [hidden, H * head_dim]      values.{layer}.bias1  [hidden]
+    values.{layer}.weight2    [bits, hidden]              values.{layer}.bias2  [bits]
+    values.{layer}.codebook   [bits, H * head_dim]
 """
 
 from __future__ import annotations
@@ -53,8 +56,13 @@ def rounds_for(bits: float, side: Side, head_dim: int, groups: int, centres: int
 class Codebooks(ModelFile):
     """A codebook file; its header has `options`, `data` and `losses` of the calibration."""
 
+    @property
+    def encoder_bits(self) -> int:
+        """Bits per token of the paper's encoder of values, over all heads; 0 if values have the residual form."""
+        return next((shape[0] for name, shape in self.shapes.items() if name.endswith(".codebook")), 0)
+
     def shape(self, side: Side) -> tuple[int, int, int, int]:
-        """Shape (heads, groups, rounds, centres) of the codebooks of a side."""
+        """Shape (heads, groups, rounds, centres) of the codebooks of a side in residual form."""
         for name, shape in self.shapes.items():
             if name.startswith(side) and name.endswith(".codebooks"):
                 return shape[0], shape[1], shape[2], shape[3]
@@ -71,6 +79,12 @@ class Codebooks(ModelFile):
 
     def row_bytes(self, side: Side, bits: float | None) -> int:
         """Bytes of a token's codes per head."""
+        if side == "values" and self.encoder_bits:
+            share = self.encoder_bits // self.facts.kv_heads
+            available = share / self.facts.head_dim
+            if bits not in (None, available):
+                raise ValueError(f"bits={bits:g} for commvq must be {available:.3g} with the encoder of {self.path!r}")
+            return share // 8
         _, groups, _, centres = self.shape(side)
         return code_bytes(groups * self.rounds(side, bits), code_bits(side, centres))
 
@@ -113,11 +127,12 @@ def _codebooks(opened: ModelFile) -> Codebooks:
 def check_model(file: Codebooks, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False) -> None:
     """Raise `ValueError` if the file was made for another model, or lacks this layer."""
     file.check_model(model_facts(config), rope=side == "keys", any_model=any_model)
-    if f"{side}.{layer}.codebooks" not in file.shapes:
+    if not any(name.startswith(f"{side}.{layer}.") for name in file.shapes):
         raise file.refusal(f"it holds no {side} of layer {layer}")
 
 
-def load_layer(file: Codebooks, side: Side, layer: int, device: torch.device) -> torch.Tensor:
-    """Load the float16 codebooks of one side of a layer."""
-    name = f"{side}.{layer}.codebooks"
-    return file.load([name], device)[name]
+def load_layer(file: Codebooks, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Load the float16 tensors of one side of a layer, by the last part of their names."""
+    prefix = f"{side}.{layer}."
+    tensors = file.load([name for name in file.shapes if name.startswith(prefix)], device)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -2,8 +2,9 @@
 
 RoPE is undone on a key, which is split into complex pairs z and normalized per head and token. Each residual round adds
 `c[a] + i c[b]` to the g pairs of a group and stores the two 6-bit indices; RoPE multiplies both sides by `e^(imθ)`, so
-the decoded key is rotated by its token's factors. Values use real codebooks in the same way; the paper's encoder of
-values lost twice as much at equal bits. The codebooks come from a file that calibration writes (`codebook_file.py`).
+the decoded key is rotated by its token's factors. Values use real codebooks in the same way, unlike in the paper, or
+the paper's encoder: bits of a token over all heads, whose weighted sum is multiplied by the codebook once. The
+codebooks come from a file that calibration writes (`codebook_file.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar, stored_
 from kvcache_compress.methods.registry import register_method
 
 from . import additive
+from .bit_encoder import BitEncoder
 from .codebook_file import CENTRES, check_model, code_bits, group_count, load_layer, read_codebooks, rounds_for
 from .residual import ResidualBooks
 
@@ -64,10 +66,20 @@ class CommVQCodec(Codec):
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.scalar: Scalar = options.scalar or "match"
-        loaded = load_layer(file, context.side, context.layer, context.device)
-        books = loaded[heads, :, : file.rounds(context.side, options.bits)]
-        books = books.mT if context.side == "keys" else books
-        self.books = ResidualBooks(books.clone(memory_format=torch.contiguous_format))
+        tensors = load_layer(file, context.side, context.layer, context.device)
+        self.books: ResidualBooks | BitEncoder
+        if "codebooks" in tensors:
+            books = tensors["codebooks"][heads, :, : file.rounds(context.side, options.bits)]
+            books = books.mT if context.side == "keys" else books
+            self.books = ResidualBooks(books.clone(memory_format=torch.contiguous_format))
+        elif context.heads < file.facts.kv_heads:
+            raise file.refusal(
+                f"its encoder of values needs all {file.facts.kv_heads} heads of a token together, and tensor "
+                f"parallelism leaves {context.heads} here: calibrate values without an encoder"
+            )
+        else:
+            self.books = BitEncoder(tensors, context.heads)
+            self.chunks_on_cpp = False
 
     @classmethod
     def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -95,6 +107,8 @@ class CommVQCodec(Codec):
             rounds, centres = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim)), CENTRES
         else:
             file = read_codebooks(options.codebooks)
+            if side == "values" and file.encoder_bits:
+                return super().constant_size(options, side, head_dim, heads)
             rounds, centres = file.rounds(side, options.bits), file.shape(side)[3]
         return torch.float16.itemsize * heads * rounds * centres * head_dim
 
@@ -102,11 +116,15 @@ class CommVQCodec(Codec):
         x, layout = x.float(), self.context.rope
         if self.context.side == "keys" and layout is not None and rope is not None:
             x = torch.stack(layout.split(layout.unrotate(x, rope)), -1).flatten(-2)
-        norm = x.norm(dim=-1)
+        norm = usual = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
-        codes, point = self.books.encode(z, self.native)
+        if isinstance(self.books, BitEncoder):
+            codes, point, usual = self.books.encode(x)
+            norm = usual if self.scalar == "norm" else norm
+        else:
+            codes, point = self.books.encode(z, self.native)
         scale = stored_scalar(z, point, norm, self.scalar)
-        return codes, torch.fmin(scale, (LARGEST_GAIN * norm).clamp(max=SCALE_MAX).to(torch.float16))
+        return codes, torch.fmin(scale, (LARGEST_GAIN * usual).clamp(max=SCALE_MAX).to(torch.float16))
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         packed, scale = fields
@@ -116,19 +134,33 @@ class CommVQCodec(Codec):
             return x
         return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), rope)
 
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        """Sum values; with the encoder, sum the bits of whole tokens: `[B, H, R, bits]`."""
+        if isinstance(self.books, BitEncoder):
+            packed, scale = fields
+            return (weights * scale.float()[:, :, None]) @ self.books.bits(packed)
+        return super().accumulate(weights, fields, rope)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self.books.codebook.float() if isinstance(self.books, BitEncoder) else accumulated
+
     @cached_property
     def kernel_side(self) -> KernelSide:
-        from kvcache_compress.triton_kernels.decode.commvq import books_side
+        from kvcache_compress.triton_kernels.decode.commvq import bits_side, books_side
 
+        if isinstance(self.books, BitEncoder):
+            return bits_side(self.books.codebook.float())
         rope = self.context.rope if self.context.side == "keys" else None
         return books_side(self.books.books, self.fields[0].shape[0], rope)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        """C++ operands; code space holds pairs of keys, real parts first."""
+        """C++ operands; code space holds pairs of keys, real parts first, or with the encoder all bits of a token."""
         from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
         books = self.books
+        if isinstance(books, BitEncoder):
+            return CPUSide("bits", basis=books.codebook)
         options, tables = (books.groups, books.rounds), (books.books.flatten(0, 2),)
         if self.context.side == "values":
             return CPUSide("additive", options, tables)

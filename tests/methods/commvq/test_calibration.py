@@ -24,6 +24,7 @@ from kvcache_compress.methods.commvq.calibration import calibrate as commvq
 from kvcache_compress.methods.commvq.calibration.calibrate import Report, split_windows
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
+from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule
 from kvcache_compress.methods.commvq.codebook_file import read_codebooks
 from kvcache_compress.modeling.calibration.text import read_windows
 
@@ -81,12 +82,12 @@ def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path)
     torch.testing.assert_close(read_layer(tmp_path, 1, "values", HEADS, HEAD_DIM), expected.half())
 
 
-@pytest.mark.parametrize("changes", [{"centres": 16}, {"groups": 8, "centres": 4}], ids=str)
+@pytest.mark.parametrize("changes", [{"centres": 16}, {"values": "encoder"}, {"groups": 8, "centres": 4}], ids=str)
 def test_a_file_that_the_cache_takes(
     model: LlamaForCausalLM, text: list[str], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     output = tmp_path / "books.safetensors"
-    calibrate(model, text, output, **changes)
+    calibrate(model, text, output, encoder=EncoderSchedule(steps=20, batch=64), **changes)
     file = read_codebooks(str(output))
     assert (file.facts.layers, file.facts.kv_heads, file.facts.head_dim) == (LAYERS, HEADS, HEAD_DIM)
     assert (file.header["data"]["windows"], file.header["data"]["held_out_windows"]) == (8, 1)

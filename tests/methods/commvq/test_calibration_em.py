@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcache_compress.methods.commvq import additive
+from kvcache_compress.methods.commvq.bit_encoder import logits
 from kvcache_compress.methods.commvq.calibration.em import (
     ComplexForm,
     Form,
@@ -18,6 +19,7 @@ from kvcache_compress.methods.commvq.calibration.em import (
     start_centres,
     train_residual,
 )
+from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_loss, train_encoder
 
 HEADS, VECTORS, CENTRES, PAIRS = 2, 300, 8, 6
 FORMS = {"complex": ComplexForm(), "real": RealForm()}
@@ -132,3 +134,12 @@ def test_more_rounds_and_more_centres_lose_less(form: Form) -> None:
     assert (losses.diff(dim=1) < 0).all()
     _, finer = train_residual(x, form, 1, 4 * CENTRES, SHORT, generator())
     assert (finer[:, 0] < losses[:, 0]).all()
+
+
+def test_encoder_learns() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.nn.functional.normalize(torch.randn(2000, 4, generator=generator) @ torch.randn(4, 16), dim=-1)
+    network = train_encoder(tokens, 16, EncoderSchedule(steps=300, batch=128), generator)
+    error = (tokens - (logits(network, tokens) > 0).float() @ network["codebook"]).square().sum(-1).mean().item()
+    assert error < 0.3
+    assert encoder_loss(network, tokens) == pytest.approx(error)

@@ -15,7 +15,7 @@ from support.files.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_f
 from support.method_cases import half_layout, random_track
 from transformers import Glm4Config, LlamaConfig, LlamaForCausalLM, Phi3Config
 
-from kvcache_compress import CommVQCache, enable_fused_attention, register_position_hooks
+from kvcache_compress import CommVQCache, CompressedCache, enable_fused_attention, load_config, register_position_hooks
 from kvcache_compress.config import get_method
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.codebook_file import group_count, rounds_for, write_codebooks
@@ -29,10 +29,15 @@ def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
     return "commvq", lambda head_dim: {"codebooks": codebook_file(head_dim, **shape), **scalar}
 
 
+def encoder(head_dim: int) -> dict[str, Any]:
+    return {"codebooks": codebook_file(head_dim, encoder_bits=3 * head_dim)}
+
+
 _SIDE = {"method": "commvq", "codebooks": codebook_file(32)}
 _TURBOQUANT = {"method": "turboquant", "bits": 3}
 CONTRACT = {
     "commvq": {"keys": _SIDE, "values": _SIDE},
+    "commvq-encoder": {"keys": _TURBOQUANT, "values": {"method": "commvq", **encoder(32)}},
     "commvq-turboquant": {"keys": _SIDE, "values": _TURBOQUANT},
 }
 KERNEL_PAIRS = {
@@ -40,13 +45,14 @@ KERNEL_PAIRS = {
     "commvq-groups": (commvq(groups=2, key_shape=(2, 64)), commvq(groups=2, value_shape=(4, 64), scalar="norm")),
     "commvq-short-rows": (commvq(groups=2, key_shape=(1, 8)), commvq(groups=2, value_shape=(2, 8))),
     "commvq-none": (commvq(key_shape=(2, 8), scalar="norm"), ("none", {})),
-    "none-commvq": (("none", {}), commvq()),
+    "none-commvq-encoder": (("none", {}), ("commvq", encoder)),
     "turboquant-commvq": (("turboquant", {"bits": 3}), commvq(value_shape=(3, 256))),
 }
 ENCODERS = [
     commvq(),
     commvq(groups=2),
     commvq(groups=2, key_shape=(2, 64), value_shape=(2, 256)),
+    ("commvq", encoder, "values"),
 ]
 
 Make = Callable[..., Any]
@@ -234,8 +240,21 @@ def test_a_vector_unlike_all_is_not_blown_up(make_codec: Make) -> None:
     assert (codec.encode(torch.zeros_like(x))[1] == 0).all()
 
 
-def test_memory_report_counts_codebooks() -> None:
-    model, path = small_model(), codebook_file(32)
+def test_encoder_is_deterministic_and_codes_whole_tokens(make_codec: Make) -> None:
+    codec = make_codec("commvq", 64, "values", heads=HEADS, codebooks=codebook_file(64, encoder_bits=1024))
+    x = torch.randn(2, HEADS, 20, 64, generator=torch.Generator().manual_seed(5))
+    fields = codec.encode(x)
+    assert fields[0].shape == (2, HEADS, 20, 64), "an equal share of the bits with each head"
+    assert all(torch.equal(a, b) for a, b in zip(fields, codec.encode(x), strict=True))
+    assert float(torch.nn.functional.cosine_similarity(codec.decode(fields), x, dim=-1).mean()) > 0.8
+    weights = torch.rand(2, HEADS, 3, 20, generator=torch.Generator().manual_seed(6))
+    expected = weights @ codec.decode(fields)
+    assert (codec.map_output(codec.accumulate(weights, fields)) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [0, 96])
+def test_memory_report_counts_codebooks_and_encoder(bits: int) -> None:
+    model, path = small_model(), codebook_file(32, encoder_bits=bits)
     compressed = CommVQCache(model.config, codebooks=path, sink_tokens=0, recent_tokens=0)
     with torch.no_grad():
         model(torch.randint(1, 128, (1, 64)), **with_cache(compressed))
@@ -243,11 +262,10 @@ def test_memory_report_counts_codebooks() -> None:
     assert held <= compressed.memory_report().constant_bytes <= 1.01 * held
 
 
-def test_plain_norms_without_dense_tokens() -> None:
-    """With the paper's scalar and no windows all tokens are packed, and a key stores its norm."""
-    model = small_model()
-    options = {"scalar": "norm", "sink_tokens": 0, "recent_tokens": 0}
-    compressed = CommVQCache(model.config, codebooks=codebook_file(32), **options)
+def test_the_papers_preset() -> None:
+    """The paper's preset: encoder for values, plain norms, and no dense tokens but those of an incomplete block."""
+    model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
+    compressed = CompressedCache(model.config, load_config("commvq-paper").with_files(codebooks=path))
     with torch.no_grad():
         model(torch.randint(1, 128, (1, 96)), **with_cache(compressed))
     report = compressed.memory_report()
@@ -265,3 +283,5 @@ def test_options() -> None:
         CommVQCache(config, codebooks=codebook_file(32), bits=7)
     with pytest.raises(ValueError, match="head_dim=72 "):
         get_method("commvq").layout(get_method("commvq").Options(), "keys", 72)
+    with pytest.raises(ValueError, match=r"bits=2 .* 1\.5"):
+        CommVQCache(config, codebooks=codebook_file(32, encoder_bits=96), value_bits=2)

@@ -1,4 +1,4 @@
-"""Codebook files for tests: random codebooks of any shape."""
+"""Codebook files for tests: random codebooks of any shape, and an encoder whose random weights lose nothing."""
 
 from __future__ import annotations
 
@@ -34,12 +34,31 @@ def random_codebooks(
     return tensors
 
 
+def random_encoder(config: Any, bits: int) -> Any:
+    """An encoder whose bits are the signs of random projections of a token, and of their opposites."""
+    width = config.head_dim * config.num_key_value_heads
+    generator = torch.Generator().manual_seed(width)
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        rows = torch.randn(bits // 2, width, generator=generator) / width**0.5
+        parts = {
+            "weight1": torch.cat([torch.eye(width), -torch.eye(width)]),
+            "bias1": torch.zeros(2 * width),
+            "weight2": torch.cat([torch.cat([rows, -rows], 1), torch.cat([-rows, rows], 1)]),
+            "bias2": torch.zeros(bits),
+            "codebook": torch.cat([rows, -rows]) / (bits / 2) ** 0.5,
+        }
+        tensors |= {f"values.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return tensors
+
+
 @cache
 def codebook_file(
     head_dim: int,
     groups: int = 1,
     key_shape: tuple[int, int] = (3, 16),
     value_shape: tuple[int, int] = (5, 16),
+    encoder_bits: int = 0,
     heads: int = HEADS,
     shrink: float = 0.7,
 ) -> str:
@@ -48,9 +67,12 @@ def codebook_file(
     if head_dim == 32:
         sizes = CONTRACT_MODEL
     config = LlamaConfig(**sizes)
-    described = (head_dim, groups, key_shape, value_shape, heads, shrink)
+    described = (head_dim, groups, key_shape, value_shape, encoder_bits, heads, shrink)
     path = FOLDER / f"{'-'.join(map(str, described))}.safetensors"
     with torch.device("cpu"):
         tensors = random_codebooks(config, groups, key_shape, value_shape, shrink)
+        if encoder_bits:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("keys")}
+            tensors |= random_encoder(config, encoder_bits)
     write_codebooks(path, config, tensors)
     return str(path)

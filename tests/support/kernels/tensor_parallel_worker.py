@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress import CommVQCache, CompressedCache, disable_fused_attention, enable_fused_attention
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config
 
@@ -57,12 +57,16 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
     return Found(output.sequences, torch.stack(output.logits), [cache.packed_tokens, layer.keys.shape[1]], keys)
 
 
-def main(folder: str, results: str, codebooks: str, statistics: str) -> None:
+def main(folder: str, results: str, codebooks: str, encoder: str, statistics: str) -> None:
     torch.set_num_threads(1)
     sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     found: dict[str, Any] = {}
     for name, fused, config in cases(codebooks, statistics):
         found[f"{name}-{fused}"] = tuple(generate(sharded, fused, config))
+    try:
+        generate(sharded, True, CommVQCache(sharded.config, codebooks=encoder).compression)
+    except ValueError as error:
+        found["encoder"] = str(error)
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     config = next(config for name, _, config in cases(codebooks, statistics) if name == "commvq")
     found["data-parallel"] = tuple(generate(whole, True, config))

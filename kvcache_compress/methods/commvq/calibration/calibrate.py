@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import normalize
@@ -30,10 +30,12 @@ from kvcache_compress.modeling.facts import calibrated_layers, head_shape
 
 from .collect import collect, read_layer
 from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
+from .encoder import EncoderSchedule, encoder_loss, train_encoder
 
 HELD_OUT = 8
 """One window in `HELD_OUT`, and at least one, is not trained on: it measures the loss on new text of the same kind."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
+QUICK_ENCODER = EncoderSchedule(steps=400)
 MOST_ROUNDS = 256
 """Most residual rounds: with as many, heads of 128 numbers need more bits than uncompressed ones."""
 
@@ -46,27 +48,31 @@ class CommVQSettings:
         bits: code bits per number, 1 or 2. They set the rounds unless `key_rounds` and `value_rounds` do.
         tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
         context: tokens per window.
+        values: `residual` codebooks (ours), or the paper's `encoder`.
         key_rounds, value_rounds: residual rounds of each side.
         centres: centres N of a codebook, a power of two up to 64. A round stores two indices for keys, one for values.
         groups: groups G of each head, with codes and codebooks of their own; by default one for up to 128 channels.
         seed: seed of samples and starting points.
-        schedule: steps of the training.
+        schedule, encoder: steps of the training of residual codebooks, and of the encoder.
     """
 
     bits: int = 2
     tokens: int = 55_296
     context: int = 1024
+    values: Literal["residual", "encoder"] = "residual"
     key_rounds: int | None = None
     value_rounds: int | None = None
     centres: int = CENTRES
     groups: int | None = None
     seed: int = 0
     schedule: Schedule = field(default_factory=Schedule)
+    encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
 
     def __post_init__(self) -> None:
         rounds = range(1, MOST_ROUNDS + 1)
         for name, fits, must in (
             ("bits", self.bits in (1, 2), "be 1 or 2"),
+            ("values", self.values in ("residual", "encoder"), "be 'residual' or 'encoder'"),
             ("centres", self.centres in ALLOWED_CENTRES, f"be one of {', '.join(map(str, ALLOWED_CENTRES))}"),
             ("groups", self.groups is None or self.groups >= 1, "be at least 1"),
             ("context", self.context >= 2, "be at least 2"),
@@ -80,7 +86,7 @@ class CommVQSettings:
     @classmethod
     def quick(cls, **changes: Any) -> CommVQSettings:
         """Settings for a quick calibration, with less text and fewer steps."""
-        short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE}
+        short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
         return cls(**short | changes)
 
     def groups_of(self, head_dim: int) -> int:
@@ -92,7 +98,9 @@ class CommVQSettings:
         return groups
 
     def rounds(self, side: Side, head_dim: int) -> int:
-        """Rounds of a side."""
+        """Rounds of a side; the encoder counts as one."""
+        if side == "values" and self.values == "encoder":
+            return 1
         groups = self.groups_of(head_dim)
         chosen = self.key_rounds if side == "keys" else self.value_rounds
         if chosen:
@@ -153,8 +161,8 @@ def calibrate_commvq(
         for layer in layers:
             for side in SIDES:
                 states, others = (read_layer(place, layer, side, heads, head_dim).to(model.device) for place in folders)
-                books, losses[str(layer)][side] = train_side(states, others, side, layer, settings, on_step)
-                tensors[f"{side}.{layer}.codebooks"] = books.half().cpu()
+                trained, losses[str(layer)][side] = train_side(states, others, side, layer, settings, on_step)
+                tensors |= {f"{side}.{layer}.{name}": tensor.half().cpu() for name, tensor in trained.items()}
     write_codebooks(output, config, tensors, options=asdict(settings), data=data, losses=losses)
     return losses
 
@@ -180,15 +188,22 @@ def train_side(
     layer: int,
     settings: CommVQSettings,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Train one side of a layer on states `[H, tokens, head_dim]`, keys before RoPE with pairs interleaved.
 
-    Returns the codebooks, and the losses: mean squared errors of normalized vectors of each head after each round, of
-    the `states` (`rounds`) and of the states `held_out`, which are not trained on.
+    Returns the tensors of the file by name, and the losses: mean squared errors of normalized vectors of each head
+    after each round, of the `states` (`rounds`) and of the states `held_out`, which are not trained on. The encoder
+    counts as one round of one head, since it codes the heads of a token together.
     """
     generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
     started = time.perf_counter()
     heads, _, head_dim = states.shape
+    if side == "values" and settings.values == "encoder":
+        tokens, others = (normalize(x.float().transpose(0, 1).flatten(1), dim=-1) for x in (states, held_out))
+        network = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator)
+        on_step()
+        ends = {"rounds": [[encoder_loss(network, tokens)]], "held_out": [[encoder_loss(network, others)]]}
+        return network, {**ends, "seconds": time.perf_counter() - started}
     groups = settings.groups_of(head_dim)
 
     def by_group(states: torch.Tensor) -> torch.Tensor:
@@ -206,4 +221,4 @@ def train_side(
     losses: dict[str, Any] = {"rounds": by_head(trained)}
     losses["held_out"] = by_head(residual_losses(by_group(held_out), form, books))
     losses["seconds"] = time.perf_counter() - started
-    return shaped.unflatten(-1, (-1, 2)) if side == "keys" else shaped, losses
+    return {"codebooks": shaped.unflatten(-1, (-1, 2)) if side == "keys" else shaped}, losses
