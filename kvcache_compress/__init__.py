@@ -6,7 +6,7 @@ Public names are imported when they are first used, because importing torch and 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__ as __version__
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from .attention.interface import disable_fused_attention as disable_fused_attention

@@ -146,11 +146,7 @@ class LayerRule(StrictOptions):
         return self
 
     def layers(self, layer_types: Sequence[str]) -> set[int]:
-        """Indices of the layers that the rule matches in a model with these layer types.
-
-        Raises:
-            ValueError: the model lacks a layer or layer type that the rule names.
-        """
+        """Indices of the layers that the rule matches in a model with these layer types."""
         found: set[int] = set()
         count = len(layer_types)
         for item in self.match:
@@ -197,11 +193,7 @@ class LayerPlan:
         return config.codec().rope_use(config.options(), side)
 
     def rope_groups(self, head_dim: int) -> tuple[int, int] | None:
-        """First token and size of the groups whose first token's cos and sin a codec needs, or None.
-
-        Raises:
-            ValueError: keys and values need them for groups of different sizes.
-        """
+        """First token and size of the groups whose first token's cos and sin a codec needs, or None."""
         sizes = {group_tokens(self.layout(side, head_dim)) for side in SIDES if self.rope_use(side) == "factors"}
         if len(sizes) > 1:
             raise ValueError(
@@ -302,11 +294,7 @@ class CompressionConfig(StrictOptions):
         return CompressionConfig.of({**vars(self), **fields})
 
     def plan(self, layer_types: Sequence[str]) -> list[LayerPlan]:
-        """Plan of each layer of a model with these layer types.
-
-        Raises:
-            ValueError: a rule names layers that the model does not have, or two rules match the same layer.
-        """
+        """Plan of each layer of a model with these layer types."""
         plans = [self._default] * len(layer_types)
         ruled: dict[int, int] = {}
         for number, rule in enumerate(self.layers):

@@ -65,11 +65,7 @@ def python_number(value: Any) -> Any:
 
 
 def usable_device(device: torch.device | str | None) -> torch.device:
-    """Resolve a device by its name; None is the CPU.
-
-    Raises:
-        ValueError: The name is unknown, this machine has no such device, or it is `meta`, which holds no data.
-    """
+    """Resolve a device by its name; None is the CPU."""
     import torch
 
     try:
@@ -83,11 +79,7 @@ def usable_device(device: torch.device | str | None) -> torch.device:
 
 
 def parse_size(given: str, name: str) -> int:
-    """Read a number with a unit: `2GB` is 2 · 10⁹ bytes, `1.5GiB` 1.5 · 2³⁰, and `128K` tokens are 131,072.
-
-    Raises:
-        ValueError: no such number.
-    """
+    """Read a number with a unit: `2GB` is 2 · 10⁹ bytes, `1.5GiB` 1.5 · 2³⁰, and `128K` tokens are 131,072."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-zA-Z]{0,3})\s*", given)
     unit = None if match is None else _SIZES.get(match[2].lower())
     if match is None or unit is None or float(match[1]) <= 0 or (unit == 1 and not float(match[1]).is_integer()):
@@ -105,17 +97,7 @@ def size_text(size: float) -> str:
 
 
 def require(module: str, purpose: str, package: str, extra: str = "eval") -> ModuleType:
-    """Import a module of an optional package.
-
-    Args:
-        module: name of the module.
-        purpose: what needs it, in the plural.
-        package: name by which it is installed.
-        extra: extra of this package that installs it.
-
-    Raises:
-        ImportError: the package is missing; with the command that installs it.
-    """
+    """Import a module of an optional package, which `purpose`, a plural, needs and an extra of ours installs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -171,7 +153,6 @@ def explain(error: ValidationError, where: str, models: Mapping[str, type[BaseMo
     """Format a pydantic error as one line without its headings and links.
 
     Args:
-        error: the error.
         where: place of unknown keys, such as `in the config`.
         models: model with the known keys by the first part of a location; `""` for all other locations.
         of: text after the name of a wrong option, such as ` for turboquant`.

@@ -36,6 +36,7 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.report import markdown_table
 from kvcache_compress.methods.commvq.codec import CommVQCodec
+from kvcache_compress.methods.commvq.residual import ResidualBooks
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
@@ -119,7 +120,9 @@ def launches(preset: str, tokens: int, emulator: Emulator) -> list[Launched]:
     torch.manual_seed(0)
     keys, values = views(preset, tokens)
     for codec in (keys.codec, values.codec):
-        if isinstance(codec, CommVQCodec) and codec.books:  # files are mapped at any address, a GPU's memory is aligned
+        if isinstance(codec, CommVQCodec) and isinstance(
+            codec.books, ResidualBooks
+        ):  # files are mapped at any address, a GPU's memory is aligned
             codec.books = replace(codec.books, books=codec.books.books.clone())
     query = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM).to(torch.bfloat16)
     emulator.launches.clear()

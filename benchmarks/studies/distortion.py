@@ -42,7 +42,7 @@ def measure_random(
     """
     mse = product = bias = 0.0
     for seed in range(seeds):
-        options = TurboQuantOptions(bits=bits, rotation="haar", **ESTIMATORS[estimator])
+        options = TurboQuantOptions(bits=bits, **ESTIMATORS[estimator])
         codec = TurboQuantCodec(options, CodecContext("values", dim, 1, 0, seed, 0, torch.float32, CPU))
         x, other = unit_vectors(vectors, dim, 2 * seed), unit_vectors(vectors, dim, 2 * seed + 1)
         across = other - (other * x).sum(-1, keepdim=True) * x

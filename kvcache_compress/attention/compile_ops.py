@@ -97,7 +97,7 @@ class TracedView(View):
     def dense(self) -> torch.Tensor:
         return read(self.appended, self.sinks, self.number, self.shape[2], self.of)
 
-    stored = writable = dense  # graph shapes must not depend on the number of packed tokens
+    stored = dense  # graph shapes must not depend on the number of packed tokens
 
     def over_tokens(self, mask: Mask) -> Mask:
         return mask

@@ -153,8 +153,7 @@ def _unsupported(
     for name, value in options.items():
         if value is None or value is False or name in _KNOWN or name in _IDLE:
             continue
-        config: Any = module.config
-        if name not in _IN_MASK or getattr(config._attn_implementation, "previous", "sdpa") not in ("sdpa", "eager"):
+        if name not in _IN_MASK or _previous_name(module.config) not in ("sdpa", "eager"):
             return f"the option {name}"
     return None
 

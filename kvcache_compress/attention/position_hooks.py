@@ -27,15 +27,12 @@ class ModelListener:
 
     def follow(self, decoder_config: PreTrainedConfig) -> None:
         """Use this config, the decoder's own, to tell whether fused attention is on."""
-        raise NotImplementedError
 
     def receive_mask(self, mask: Any) -> None:
         """Receive the attention mask that the model was called with."""
-        raise NotImplementedError
 
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
         """Receive the position embeddings `(cos, sin)` of a step's `tokens` tokens from the attention of `layer`."""
-        raise NotImplementedError
 
 
 class PositionHooks(ExitStack):

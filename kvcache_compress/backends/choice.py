@@ -22,12 +22,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonBack
 
 
 def check_backend(choice: str, codecs: Iterable[tuple[type[Codec], Any, Side]]) -> None:
-    """Raise `ValueError` if an explicitly chosen back end cannot run here or does not support one of the codecs.
-
-    Args:
-        choice: `auto` or a key of `BACKENDS`.
-        codecs: class, options and side of each codec.
-    """
+    """Raise `ValueError` if a back end chosen by name cannot run here or does not support one of the codecs."""
     if choice == "auto":
         return
     backend = BACKENDS[choice]
@@ -41,13 +36,7 @@ def check_backend(choice: str, codecs: Iterable[tuple[type[Codec], Any, Side]]) 
 
 
 def resolve_backend(choice: str, device: torch.device, codecs: Iterable[tuple[type[Codec], Any, Side]] = ()) -> Backend:
-    """Return the back end of a layer on `device`; `auto` is the first that supports the device and all codecs.
-
-    `choice` and `codecs` are as in `check_backend`.
-
-    Raises:
-        ValueError: an explicitly chosen back end does not run on the device.
-    """
+    """Return the back end of a layer on `device`; `auto` is the first that supports the device and all codecs."""
     if choice != "auto":
         backend = BACKENDS[choice]
         if not backend.runs_on(device, asked=True):

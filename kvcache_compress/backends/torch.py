@@ -43,15 +43,9 @@ class TorchBackend(Backend):
 
 
 def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-    """Attend with a few queries, which belong to the last tokens, to a compressed layer.
+    """Attend to a layer with a few queries `[B, Hq, n, Dk]` of the last tokens, and a mask over stored tokens.
 
-    Args:
-        call: queries `[B, Hq, n, Dk]` with a mask over stored tokens; `Hq` is a multiple of the `H` key/value heads.
-        keys: view of the layer's keys.
-        values: view of the layer's values.
-
-    Returns:
-        `[B, n, Hq, Dv]` in the query's dtype; queries that see no token get zeros.
+    Returns `[B, n, Hq, Dv]` in the query's dtype; queries that see no token get zeros.
     """
     query, softcap, s_aux = call.query, call.softcap, call.s_aux
     batch, query_heads, count, _ = query.shape

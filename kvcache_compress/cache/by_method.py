@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from os import PathLike, fspath
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -16,7 +16,6 @@ from kvcache_compress.validation import quoted
 
 from .compressed_cache import CompressedCache
 
-_WINDOWS = {"sink_tokens": 16, "recent_tokens": 64}
 _SHARED = """
 Options of every cache.
 
@@ -30,49 +29,32 @@ Raises:
 
 
 class MethodCache(CompressedCache):
-    """Base of caches of one method; its signature and docstring list the options of the method.
+    """Base of caches of one method; its docstring lists the options of the method.
 
     names: the method, or several of which the option `variant` chooses.
-    own: options before those of the method, and other defaults, in the order of the signature.
+    defaults: defaults other than the method's; a class whose users may choose the values' method has `values` here.
     """
 
     names: ClassVar[tuple[str, ...]]
-    own: ClassVar[Mapping[str, Any]]
+    defaults: ClassVar[Mapping[str, Any]]
 
     def __init_subclass__(cls) -> None:
         cls.methods = frozenset(cls.names)
-        options = [get_method(name).Options for name in cls.names]
-        types = {name: kind for one in reversed(options) for name, kind in get_type_hints(one).items()}
-        usual = {name: field.default for one in reversed(options) for name, field in one.model_fields.items()}
-        own = {name: usual.get(name) if value is None else value for name, value in cls.own.items()}
-        windows = {name: own.pop(name, value) for name, value in _WINDOWS.items()}
-        defaults = own | {name: value for name, value in usual.items() if name not in own} | windows
-        kind = inspect.Parameter
-        shown = [
-            kind(name, kind.POSITIONAL_OR_KEYWORD, default=value, annotation=types.get(name, kind.empty))
-            for name, value in defaults.items()
-        ]
-        ends = kind("config", kind.POSITIONAL_OR_KEYWORD), kind("options", kind.VAR_KEYWORD)
-        cls.__signature__ = inspect.Signature([ends[0], *shown, ends[1]])
-        texts = [inspect.cleandoc(cls.__doc__ or ""), *(inspect.cleandoc(one.__doc__ or "") for one in options)]
-        cls.__doc__ = "\n\n".join([*texts, inspect.cleandoc(_SHARED)])
+        texts = [cls.__doc__, *(get_method(name).Options.__doc__ for name in cls.names), _SHARED]
+        cls.__doc__ = "\n\n".join(inspect.cleandoc(text or "") for text in texts)
 
-    __signature__: ClassVar[inspect.Signature]
-
-    def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
-        given = self.__signature__.bind(config, *args, **options).arguments
-        given = {name: x for name, x in given.items() if name not in ("config", "options")} | given.get("options", {})
-        if clash := given.keys() & ({"keys", "values", "method"} - self.own.keys()):
+    def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
+        if clash := options.keys() & ({"keys", "values", "method"} - self.defaults.keys()):
             raise ValueError(
                 f"{min(clash)!r} is not an option of {type(self).__name__}; use CompressedCache to choose both sides"
             )
-        given = {name: fspath(x) if isinstance(x, PathLike) else x for name, x in given.items() if x is not None}
+        given = {name: fspath(x) if isinstance(x, PathLike) else x for name, x in options.items() if x is not None}
         if {"bits", "key_bits", "value_bits"} <= given.keys():
             raise ValueError(
                 f"bits={quoted(given['bits'])} has no effect when key_bits and value_bits are both set; drop one of "
                 "the three"
             )
-        chosen = {**_WINDOWS, **{name: x for name, x in self.own.items() if x is not None}, **given}
+        chosen = {**self.defaults, **given}
         values = chosen.pop("values", None)
         fields = {name: chosen.pop(name) for name in CompressionConfig.model_fields if name in chosen}
         super().__init__(config, CompressionConfig.of({**self._sides(config, chosen, values), **fields}))
@@ -117,12 +99,11 @@ class TurboQuantCache(MethodCache):
     Args:
         config: the model's config.
         bits: bits per number, 1 to 6 in steps of 0.5; `key_bits` and `value_bits` override it for one side.
-        options: the method's options (`TurboQuantOptions`), for both sides (`center`: keys only), `sink_tokens`,
-            `recent_tokens`, and others of `CompressionConfig`.
+        options: other options of the method, for both sides (`center`: keys only).
     """
 
     names = ("turboquant",)
-    own: ClassVar = {"bits": 4, "key_bits": None, "value_bits": None}
+    defaults: ClassVar = {"bits": 4}
 
 
 class KIVICache(MethodCache):
@@ -133,13 +114,10 @@ class KIVICache(MethodCache):
         bits: code bits per number, 1 to 6 (the paper's are 2 and 4), by default 2; `key_bits` and `value_bits` override
             it for one side.
         group_size: tokens (keys) or channels (values) that share a scale and a zero point, by default 32.
-        options: `sink_tokens`, `recent_tokens`, and others of `CompressionConfig`.
     """
 
     names = ("kivi",)
-    own: ClassVar = {
-        "bits": 2, "key_bits": None, "value_bits": None, "group_size": 32, "sink_tokens": 0, "recent_tokens": 128,
-    }  # fmt: skip
+    defaults: ClassVar = {"bits": 2, "sink_tokens": 0, "recent_tokens": 128}
 
 
 class CommVQCache(MethodCache):
@@ -153,12 +131,11 @@ class CommVQCache(MethodCache):
         codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
         bits: code bits per number, at most as many as in the file, by default those of its calibration; `key_bits` and
             `value_bits` override it for one side.
-        options: the method's options (`CommVQOptions`), for both sides, `sink_tokens`, `recent_tokens`, and others of
-            `CompressionConfig`.
+        options: other options of the method, for both sides.
     """
 
     names = ("commvq",)
-    own: ClassVar = {"codebooks": None, "bits": None, "key_bits": None, "value_bits": None}
+    defaults: ClassVar = {}
 
 
 class QJLCache(MethodCache):
@@ -171,11 +148,11 @@ class QJLCache(MethodCache):
         values: method and options of the values; by default KIVI at 2 bits in the paper's groups of 32 channels, in
             groups of 16 if 32 does not divide the head dimension, or TurboQuant at 2 bits if 16 does not either.
             Options without a method change that default.
-        options: the method's options (`QJLOptions`), `sink_tokens`, `recent_tokens`, and others of `CompressionConfig`.
+        options: other options of the method.
     """
 
     names = ("qjl",)
-    own: ClassVar = {"sketch_ratio": None, "sketch_dim": None, "values": None}
+    defaults: ClassVar = {"values": None}
 
     def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
         decoder, _ = decoder_layers(config)
@@ -195,12 +172,11 @@ class SpectralCache(MethodCache):
             --method spectral` wrote for this model.
         bits: code bits per number of the keys, 0.5 to 6 (by default 2), and of the values, to the next half.
         values: method and options of the values; options without a method change those of TurboQuant.
-        options: the method's options (`SpectralOptions`), `sink_tokens`, `recent_tokens`, and others of
-            `CompressionConfig`.
+        options: other options of the method.
     """
 
     names = ("spectral",)
-    own: ClassVar = {"statistics": "text", "bits": 2, "values": None}
+    defaults: ClassVar = {"bits": 2, "values": None}
 
     def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
         checked: Any = SideConfig.of({"method": method, **options}).options()
@@ -217,12 +193,11 @@ class PolarQuantCache(MethodCache):
         values: method of the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`. A dictionary
             without a method changes options of the default, which is the keys' method, or for `rope` TurboQuant at 4
             bits.
-        options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
-            `center`: keys only), `sink_tokens`, `recent_tokens`, and others of `CompressionConfig`.
+        options: options of `polarquant_recursive` or `polarquant_rope` (`center`: keys only).
     """
 
     names = ("polarquant_recursive", "polarquant_rope")
-    own: ClassVar = {"variant": "recursive", "values": None}
+    defaults: ClassVar = {"variant": "recursive", "values": None}
 
     def _method(self, options: dict[str, Any]) -> str:
         variant = options.pop("variant")

@@ -31,8 +31,8 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from kvcache_compress._version import __version__
-from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress import __version__
+from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.files.model_file import not_finite, process_rank, read_model_file, write_model_file
 from kvcache_compress.modeling.facts import head_shape, model_facts
@@ -97,10 +97,7 @@ def load_cache(
     device: torch.device | str | None = None,
     any_model: bool = False,
 ) -> C:
-    """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config.
-
-    files: files that methods need, by option, if they have moved since the cache was saved.
-    """
+    """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config."""
     place = Path(path).expanduser()
     if not isfile(place):
         raise FileNotFoundError(f"cache file {quoted(str(place))}: no such file")
@@ -112,8 +109,7 @@ def load_cache(
         cache = new_cache(_config(file.header["config"], files))
         if problem := file.facts.mismatch(model_facts(cache.decoder_config), any_model=any_model):
             raise ValueError(problem)
-        _check_kinds(cache, file.header)
-        _check_share(file.header["share"])
+        _check_fit(cache, file.header)
         _restore(cache, file.header["layers"], tensors, target)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         known = isinstance(error, ValueError)
@@ -122,7 +118,6 @@ def load_cache(
 
 
 def _layer_tensors(layer: CompressedLayer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a layer by their names in the file, without its prefix."""
     for side, state in layer.sides.items():
         for name, tensor in state.tensors().items():
             yield f"{side}.{name}", tensor
@@ -149,11 +144,18 @@ def _config(plain: dict[str, Any], files: Mapping[str, str | Path | None]) -> Co
     return load_config(plain)
 
 
-def _check_kinds(cache: Any, header: Mapping[str, Any]) -> None:
+def _check_fit(cache: Any, header: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for layers of other kinds, or another share of the model's heads."""
     saved, ours = [layer["kind"] for layer in header["layers"]], [type(layer).__name__ for layer in cache.layers]
     if saved != ours:
         raise ValueError(
             f"its layers are {saved} (Transformers {header['transformers']}), but those of the model are {ours}"
+        )
+    (number, shares), (rank, processes) = header["share"], process_rank()
+    if processes % shares or rank % shares != number:
+        raise ValueError(
+            f"it holds share {number} of the model's heads, which tensor parallelism divided into {shares} shares: "
+            f"process {rank} of {processes} cannot load it"
         )
 
 
@@ -171,19 +173,10 @@ def _share(cache: Any) -> list[int]:
     return [rank % shares, shares]
 
 
-def _check_share(share: list[int]) -> None:
-    (number, shares), (rank, processes) = share, process_rank()
-    if processes % shares or rank % shares != number:
-        raise ValueError(
-            f"it holds share {number} of the model's heads, which tensor parallelism divided into {shares} shares: "
-            f"process {rank} of {processes} cannot load it"
-        )
-
-
 def _restore(
     cache: Any, layers: list[dict[str, Any]], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
+    """Fill a new cache from tensors, copied to `device`."""
     left = dict(tensors)
     cache.padding.restore(left.pop("padding", None), device)
     ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
@@ -219,21 +212,19 @@ def _restore_layer(
         layer.budget.spend(layer.index, codecs)
         with layer.edited() as storage:
             storage.use(codecs)
-    packed = {side: _check_side(side, state, tensors) for side, state in layer.sides.items()}
-    if len(set(packed.values())) > 1:
-        raise ValueError(f"damaged: keys and values differ in their packed tokens ({packed})")
-    tokens = packed["keys"] + sum(tensors[f"keys.{part}"].shape[2] for part in ("sinks", "tail"))
-    if (track := layer.track) is not None and tokens:
-        rows = len(keys), track.rows(tokens), track.buffer.shape[2]
-        _expect(track.name, {} if rope is None else {track.name: rope}, rows, track.buffer.dtype)
+    first, *_ = layer.sides["keys"].store.fields
+    packed = tensors[f"keys.packed.{first.name}"].shape[2] * first.tokens
+    tokens = packed + sum(tensors[f"keys.{part}"].shape[2] for part in ("sinks", "tail"))
     with layer.edited() as storage:  # which first sets the track's count to that of the empty layer
-        if track is not None and tokens and rope is not None:
-            track.restore(rope.to(device), tokens)
+        if layer.track is not None and tokens:
+            if rope is None:
+                raise ValueError(f"damaged: tensor {layer.track.name!r} is missing")
+            layer.track.restore(rope.to(device), tokens)
         for side, state in storage.sides.items():
             own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
-            state.restore(own, packed[side], described["prepared"])
+            state.restore(own, packed, described["prepared"])
         storage.watch.restore(tensors, device)
-    for side, state in layer.sides.items() if packed["keys"] else ():
+    for side, state in layer.sides.items() if packed else ():
         # In float64, since numbers of a damaged file may overflow float32 when squared.
         saved, decoded = tensors[f"{side}.check"].double(), _first_decoded(state, layer.group).double().cpu()
         if not (decoded - saved).norm() <= CHECK_TOLERANCE * saved.norm():
@@ -241,25 +232,3 @@ def _restore_layer(
                 f"its {side} do not decode as they did when it was saved: the codebooks have changed, or this "
                 "release's codecs differ"
             )
-
-
-def _check_side(side: Side, state: SideState, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Compare a side's tensors with what its codec stores, and return the number of packed tokens."""
-    (batch, heads), dim = tensors["keys.sinks"].shape[:2], state.sinks.shape[3]
-    for part in ("sinks", "tail"):
-        count = tensors[f"keys.{part}"].shape[2]
-        _expect(f"{side}.{part}", tensors, (batch, heads, count, dim), state.sinks.dtype)
-    first, *_ = state.store.fields
-    packed = tensors[f"{side}.packed.{first.name}"].shape[2] * first.tokens
-    for field in state.store.fields:
-        shape = batch, heads, packed // field.tokens, *field.shape
-        _expect(f"{side}.packed.{field.name}", tensors, shape, field.dtype)
-    return packed
-
-
-def _expect(name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if name not in tensors:
-        raise ValueError(f"damaged: tensor {name!r} is missing")
-    x = tensors[name]
-    if (x.dtype, tuple(x.shape)) != (dtype, shape):
-        raise ValueError(f"damaged: {name} is {x.dtype} {list(x.shape)}, not {dtype} {list(shape)}")

@@ -324,12 +324,7 @@ class CompressedCache(Cache, ModelListener):
 
 
 def _row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:
-    """Resolve row numbers or a boolean mask, a tensor or a list, to the numbers `[n]` of the selected rows of a batch.
-
-    Raises:
-        ValueError, TypeError: `rows` is neither.
-        IndexError: A row does not exist, or a number is not whole.
-    """
+    """Numbers `[n]` of the rows of a batch that row numbers or a boolean mask, a tensor or a list, select."""
     chosen = torch.tensor(rows) if isinstance(rows, (list, tuple)) else rows
     if not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
         raise ValueError(f"{name}={quoted(rows)}: must be a tensor or list of row numbers, or a boolean mask")
@@ -363,11 +358,7 @@ def _budget(
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:
-    """Check methods against the model's config, and return the model's RoPE layout if a method needs it.
-
-    Raises:
-        ValueError: a method does not support the head dimension or the layer, or needs RoPE where there is none.
-    """
+    """Check methods against the model's config, and return the model's RoPE layout if a method needs it."""
     head_dim = None
     if getattr(config, "kv_lora_rank", None) is None:
         head_dim = head_dim_of(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.interface import ATTENTION_NAME
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.backends.choice import resolve_backend
+from kvcache_compress.codecs.base import CodecContext, Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
@@ -22,15 +25,15 @@ from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, che
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 
-from .new_storage import new_storage
-from .row_operations import RowOperations
+FLUSH_TOKENS = 32
+"""Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
 
 
-class CompressedLayer(RowOperations):
+class CompressedLayer(CacheLayerMixin):
     """Cache of a full-attention layer whose older tokens are encoded, by one codec per side.
 
     New tokens go to `tail`. Once it holds `flush_tokens` more than `recent_tokens`, the oldest are encoded and appended
@@ -103,16 +106,39 @@ class CompressedLayer(RowOperations):
             self._accepted = None
             if self.track is not None:
                 self.track = self.track.at(self.device, self.index)
-            self.storage = storage = new_storage(
-                key_states.detach(), value_states.detach(), self.plan, self.compression, self.rope, self.track,
-                self.padding, self.checks, self.budget,
-            )  # fmt: skip
+            self.storage = storage = self._new_storage({"keys": key_states.detach(), "values": value_states.detach()})
             self.backend, self.group, self.flush_tokens = storage.backend, storage.windows.group, storage.windows.flush
             if self.max_cache_len is not None:
                 self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
                 torch._dynamo.mark_static_address(self.cumulative_length)
             self._take_over(storage)
         self.is_initialized = True
+
+    def _new_storage(self, inputs: dict[Side, torch.Tensor]) -> DynamicStorage:
+        """Build codecs and an empty storage for keys and values like these, `[B, H, T, D]`."""
+        plan, track, codecs = self.plan, self.track, {}
+        for side, x in inputs.items():
+            context = CodecContext(
+                side=side, head_dim=x.shape[-1], heads=x.shape[1], layer=self.index, seed=self.compression.seed,
+                sink_tokens=plan.sink_tokens, dtype=x.dtype, device=x.device, rope=self.rope,
+            )  # fmt: skip
+            codecs[side] = plan.side(side).codec()(plan.side(side).options(), context)
+        kinds = ((type(codec), codec.options, side) for side, codec in codecs.items())
+        backend = resolve_backend(self.compression.backend, self.device, kinds)
+        group = math.lcm(*(codec.group for codec in codecs.values()))
+        flush = math.lcm(FLUSH_TOKENS, group)
+        windows = Windows(plan.sink_tokens, plan.recent_tokens, flush, group, self.max_cache_len)
+        sides = {
+            side: SideState(
+                backend.bind(codec), inputs[side], windows, backend,
+                track if plan.rope_use(side) == "factors" else None, self.padding,
+            )
+            for side, codec in codecs.items()
+        }  # fmt: skip
+        return DynamicStorage(
+            sides, windows, self.checks, backend, flushes_steps=self.compression.quantize_generated, track=track,
+            leads_track=track is None or track.leader == self.index, budget=self.budget,
+        )  # fmt: skip
 
     def _writable_buffers(self) -> AbstractContextManager[Any]:
         """Leave inference mode if the capacity is fixed, because buffers are later written outside of it too."""
@@ -158,82 +184,25 @@ class CompressedLayer(RowOperations):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys, decoded: `[B, H, T, D]`. None before the first update.
+        """All keys, decoded to a new tensor `[B, H, T, D]`; None before the first update.
 
-        Writing into them, or assigning, changes the dense tokens; it raises `ValueError` if packed tokens would change.
+        Writing into that tensor does not change the layer.
         """
         return self._dense("keys")
-
-    @keys.setter
-    def keys(self, x: torch.Tensor) -> None:
-        self._assign("keys", x)
 
     @property
     def values(self) -> torch.Tensor | None:
         """All values, decoded, as `keys`."""
         return self._dense("values")
 
-    @values.setter
-    def values(self, x: torch.Tensor) -> None:
-        self._assign("values", x)
-
     def _dense(self, side: Side) -> torch.Tensor | None:
         if self.storage is None:
             return None
-        self._fetch(self.storage)
-        view = replace(self.storage.sides[side].view(), capacity=None)
-        self._hand_out(view)
-        return view.writable()
-
-    def _assign(self, side: Side, x: torch.Tensor) -> None:
-        held = self._dense(side)
-        if held is None or not isinstance(x, torch.Tensor) or x.shape != held.shape:
-            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else x
-            holds = "no tokens" if held is None else f"{side} of shape {tuple(held.shape)}"
-            raise ValueError(
-                f"{side} of layer {self.index} cannot be set to {got}: the layer holds {holds}. Use update() to add "
-                "tokens, crop() or reset() to remove them, and batch_select_indices() for other rows"
-            )
-        held.copy_(x)
-
-    def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
-        """Write decoded tokens `x` `[B, H, T, D]` to the dense tokens where they differ from `old`.
-
-        Raises:
-            ValueError: packed tokens would change, or tokens to be packed are not finite. Nothing has changed then.
-        """
-        assert self.storage is not None
-        self._fetch(self.storage)
-        with self.edited() as storage:
-            state, tokens = storage.sides[side], storage.tokens
-            x, old = x[:, :, :tokens], old[:, :, :tokens]  # writes to unused capacity have no effect
-            if (rows := self.padding.rows) is not None:
-                x, old = (rows.exchange_(y.clone().mT, self.plan.sink_tokens).mT for y in (x, old))
-            changed = x != old
-            first, packed = state.sinks.shape[2], state.store.tokens
-            if changed[:, :, first : first + packed].any():
-                raise ValueError(
-                    f"{side} of layer {self.index} cannot be written at tokens {first} to {first + packed - 1}: these "
-                    f"{packed} of {tokens} are packed, and packed tokens never change. Write to the first {first} and "
-                    f"the last {tokens - first - packed} only, keep more tokens dense (sink_tokens, recent_tokens), or "
-                    "give this layer the method none"
-                )
-            if tokens > first + packed:
-                self._checks.add(side, torch.where(changed, x, 0)[:, :, first + packed :])
-            held = state.view()
-            held.write(x, changed)
-            state.sinks = held.sinks
-            state.tail.replace(held.tail_buffer)
-        for reference in self._views:
-            view = reference()
-            if view is not None and view.owner is not None and view.side == side and view.slots is None:
-                view.write(x, changed)
-
-    def _fetch(self, storage: DynamicStorage | StaticStorage) -> None:
-        if storage.dense_like["keys"].device != self.device:
+        if self.storage.dense_like["keys"].device != self.device:
             self.prefetch()
         if self.compression.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+        return replace(self.storage.sides[side].view(), capacity=None).dense()
 
     def _hand_out(self, *views: View) -> None:
         """Keep track of views for as long as somebody uses them."""
@@ -446,7 +415,33 @@ class CompressedLayer(RowOperations):
             with self.edited() as storage:
                 storage.crop(left)
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replace row i of the batch by row `beam_idx[i]`."""
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch `repeats` times."""
+        self._select(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` (integers or a boolean mask) selects."""
+        self._select(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def _select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.release_views()
+        self._apply(change)
+
+    def offload(self) -> None:
+        """Move all buffers to the CPU; views that a step returned stay on the device."""
+        self._apply(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move offloaded buffers back to the layer's device."""
+        if self.is_initialized:
+            self._apply(lambda x: x.to(self.device, non_blocking=True))
+
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace every buffer `[B, ...]` by `change(buffer)`."""
         if self.storage is not None:
             with self.edited() as storage:
                 storage.apply(change)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -162,7 +162,7 @@ class MemoryReport:
         if not self.numbers:
             return f"no tokens; {size_text(self.total_bytes)} held"
         table = [("layers", "method", "dense", "packed", "used", "held", "bits")]
-        for _, run in groupby(self.layers, key=_likeness):
+        for _, run in groupby(self.layers, key=lambda layer: replace(layer, layer=0)):
             alike = list(run)
             first, last = alike[0], alike[-1]
             named = str(first.layer) if first is last else f"{first.layer}-{last.layer}"
@@ -188,12 +188,6 @@ class MemoryReport:
             + "\n".join(f" {line}".rstrip() for line in (heading, "─" * len(heading), *rows))
             + f"\n{textwrap.fill(f'held by part: {by_part}', 80)}"
         )
-
-
-def _likeness(layer: LayerMemory) -> tuple[Any, ...]:
-    """Everything that the printed table shows of a layer."""
-    bits = layer.total_bytes_at_16, layer.numbers
-    return layer.method, layer.dense_tokens, layer.packed_tokens, layer.used_bytes, layer.total_bytes, *bits
 
 
 def memory_report(layers: Sequence[Any]) -> MemoryReport:

@@ -17,7 +17,7 @@ from .console import console, errors_as_lines, importing
 
 
 def calibrate(
-    text: Annotated[list[str], typer.Option(help="Text file, or a dataset's id on the hub; repeatable.")],
+    text: Annotated[list[str], typer.Option(help="Text file; repeatable.")],
     output: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
     method: Annotated[str, typer.Option(help="Method to calibrate: commvq or spectral.")] = "commvq",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
@@ -94,13 +94,13 @@ def _calibration(model: str, text: Sequence[str], output: Path, device: str | No
     from kvcache_compress.eval.runner.progress import ProgressLine
     from kvcache_compress.files.lock import only_one
     from kvcache_compress.files.model_file import check_output
-    from kvcache_compress.modeling.calibration.text import check_sources
+    from kvcache_compress.modeling.calibration.text import check_files
     from kvcache_compress.modeling.loading import load_model
     from kvcache_compress.validation import usable_device
 
     started = time.perf_counter()
     check_output(output)
-    check_sources(text)
+    check_files(text)
     place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded, tokenizer = load_model(model, dtype=torch.float32 if place.type == "cpu" else torch.bfloat16, device=place)
     line = ProgressLine()
@@ -121,11 +121,8 @@ def _loss_table(losses: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading in ("side", "windows") else "right")
     for side in ("keys", "values"):
         parts = [layer[side] for layer in losses.values()]
-        encoder = "encoder" in parts[0]
-        rounds = "encoder" if encoder else str(len(parts[0]["rounds"][0]))
-        for windows, kind in (("trained on", "encoder" if encoder else "rounds"), ("held out", "held_out")):
-            ends = [part[kind] for part in parts]
-            if not encoder:
-                ends = [errors[-1] for heads in ends for errors in heads]
+        rounds = str(len(parts[0]["rounds"][0]))
+        for windows, kind in (("trained on", "rounds"), ("held out", "held_out")):
+            ends = [errors[-1] for part in parts for errors in part[kind]]
             table.add_row(side, rounds, windows, *(f"{x:.4f}" for x in (min(ends), statistics.fmean(ends), max(ends))))
     return table

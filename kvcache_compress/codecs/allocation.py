@@ -10,15 +10,8 @@ import numpy as np
 def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
     """Return the index of each unit's option with the least total loss whose costs sum to at most `budget`.
 
-    Solves the multiple-choice knapsack problem exactly, by dynamic programming over the budget spent.
-
-    Args:
-        costs: costs of each unit's options; units may differ in their number of options.
-        losses: losses of the same options.
-        budget: largest total cost.
-
-    Raises:
-        ValueError: even the cheapest options exceed the budget.
+    Solves the multiple-choice knapsack problem exactly, by dynamic programming over the budget spent. Units may differ
+    in their number of options.
     """
     least = [min(of_unit) for of_unit in costs]
     spare = min(budget, sum(max(of_unit) for of_unit in costs)) - sum(least)

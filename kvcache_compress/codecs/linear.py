@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -13,8 +13,6 @@ from . import packing
 from .base import Codec, CodecContext, Fields, Rope, Statistics
 from .transforms.centering import Center, chosen_center, large_mean, mean_key
 from .transforms.equalization import FEWEST, channel_factors, channel_rms, chosen_equalize, has_outliers
-
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -48,13 +46,14 @@ class LinearCodec(Codec):
 
     in_memory_order: ClassVar[bool] = False
     """True if coordinates are in the order of codes in memory (`packing.memory_order`) instead of the order of rows."""
+    basis: torch.Tensor
+    """Rows of code space for equalized tokens, float32 `[H or 1, W, head_dim]`; set with the statistics if they decide
+    it."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         super().__init__(options, context)
         self.center: Center = chosen_center(getattr(options, "center", "off"), context)
         self.equalized = chosen_equalize(getattr(options, "equalize", "off"), context)
-        self.basis: torch.Tensor | None = None
-        """Rows of code space for equalized tokens, float32 `[H or 1, W, head_dim]`; None until they are known."""
         self.mean: torch.Tensor | None = None
         """Subtracted from tokens before encoding, float32 `[H, head_dim]`, or None."""
         self.factors: torch.Tensor | None = None
@@ -67,16 +66,12 @@ class LinearCodec(Codec):
         """Stored tokens in code space, in the order of rows; a token is the sum of its parts."""
 
     def ready_basis(self) -> torch.Tensor:
-        """Basis for queries, with the factors multiplied in; raises `RuntimeError` before `prepare` has set it."""
+        """Basis for queries, with the factors multiplied in."""
         if self.factors is None:
-            return self.own_basis()
+            return self.basis
         if self._query_basis is None:
-            self._query_basis = self.own_basis() * self.factors[:, None]
+            self._query_basis = self.basis * self.factors[:, None]
         return self._query_basis
-
-    def own_basis(self) -> torch.Tensor:
-        """Basis for equalized tokens; raises `RuntimeError` before `prepare` has set it."""
-        return prepared(self.basis, f"the basis of {self.name}")
 
     def encoding_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Divide `rows` `[H or 1, W, head_dim]` by the factors, so that they apply to tokens that are only centred."""
@@ -167,13 +162,6 @@ class LinearCodec(Codec):
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         """Reorder `x` `[..., w]`, one number per row of a part, to the order of coordinates."""
         return packing.memory_order(x) if self.in_memory_order else x
-
-
-def prepared(value: T | None, name: str) -> T:
-    """Return `value`; raise `RuntimeError` if `prepare` has not set it yet."""
-    if value is None:
-        raise RuntimeError(f"{name} must be set by prepare() before the first token is encoded")
-    return value
 
 
 def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

@@ -56,11 +56,7 @@ def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) ->
 
 
 def level_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Table for `look_up`: the levels `[2 ** bits]` of every run of two or four codes, viewed as one number.
-
-    Raises:
-        RuntimeError: the machine is big-endian, where the bytes of a word are in the opposite order.
-    """
+    """Table for `look_up`: the levels `[2 ** bits]` of every run of two or four codes, viewed as one number."""
     if sys.byteorder != "little":
         raise RuntimeError("packed codes are read byte by byte, which needs a little-endian machine")
     low, count = PLANES[bits][0], _codes_at_once(bits)

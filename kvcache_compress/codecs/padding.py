@@ -53,14 +53,8 @@ class LeftPadding:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Exchange new tokens that are sinks of their rows with the padding held among the sinks.
 
-        Args:
-            held: the sinks held so far, `[B, H, s, D]`; fewer than `sinks` if these are all tokens.
-            x: new tokens, `[B, H, n, D]`.
-            start: number of tokens before them, an int or int64 `[]`.
-            sinks: number of sinks.
-
-        Returns:
-            `held` and `x` after the exchange, as new tensors.
+        `held` are the sinks so far, `[B, H, s, D]`, and `x` the new tokens `[B, H, n, D]`, which come after `start`
+        tokens (an int or int64 `[]`). Returns both after the exchange, as new tensors.
         """
         before, count = held.shape[2], x.shape[2]
         own = torch.arange(sinks, device=x.device)

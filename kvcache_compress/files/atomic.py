@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -32,12 +31,11 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         permissions = (place if place.exists() else unfinished).stat().st_mode & 0o777
         yield unfinished
         unfinished.chmod(permissions)
-        _flush_to_disk(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file)
         os.replace(unfinished, place)
     finally:
         unfinished.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # The file is complete; not all file systems can flush folders.
-        _flush_to_disk(place.parent)
 
 
 def is_replaceable(path: Path) -> bool:
@@ -46,11 +44,3 @@ def is_replaceable(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return True
-
-
-def _flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

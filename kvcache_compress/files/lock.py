@@ -19,9 +19,6 @@ def only_one(lock: Path) -> Iterator[None]:
 
     If another process or thread holds it, a warning is logged and the call waits. Missing folders are created. On a
     file system without locks a warning is logged, and blocks are not kept apart.
-
-    Raises:
-        OSError: The file cannot be created.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     while True:

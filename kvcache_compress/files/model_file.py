@@ -80,11 +80,7 @@ class ModelFile:
 
     @classmethod
     def open(cls, path: str, what: str, kind: str, version: int, advice: str = "") -> ModelFile:
-        """Check a file and read its header, once as long as the file does not change.
-
-        Raises:
-            ValueError: no such file (with `advice`), not a safetensors file, damaged, or of another kind or version.
-        """
+        """Check a file and read its header, once as long as the file does not change."""
         file = Path(path).expanduser()
         if not isfile(file):
             raise ValueError(f"{what}: no such file. {advice}")
@@ -104,9 +100,6 @@ class ModelFile:
 
         Transformers gives each of a model's n processes a contiguous run of key/value heads, in rank order. Tensor
         parallelism is the mesh's innermost dimension, so data-parallel copies repeat this every n ranks.
-
-        Raises:
-            ValueError: these heads do not match the file.
         """
         held, (rank, processes) = self.facts.kv_heads, process_rank()
         shares, rest = divmod(held, heads)
@@ -141,11 +134,7 @@ def _open(path: str, what: str, kind: str, version: int, changed: int, size: int
 def read_model_file(
     path: str, what: str, kind: str, version: int, keep: bool = True
 ) -> tuple[ModelFile, dict[str, torch.Tensor]]:
-    """Read and check a whole file, and return its header and, if `keep`, its tensors.
-
-    Raises:
-        ValueError: the file cannot be read, is damaged, or of another kind or version.
-    """
+    """Read and check a whole file, and return its header and, if `keep`, its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     dtypes, shapes = {}, {}
     try:
@@ -185,14 +174,15 @@ def write_model_file(
     tensors: Mapping[str, torch.Tensor],
     **header: Any,
 ) -> None:
-    """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written."""
     text = json.dumps({"model": facts.model_dump(), **header}, default=str)
     metadata = {"kind": f"kvcache_compress.{kind}", "version": str(version), "header": text}
-    write_tensors(path, tensors, {**metadata, "sha256": checksum(text, tensors)})
+    metadata["sha256"] = checksum(text, tensors)
+    try:
+        with whole_file(path) as unfinished:
+            save_file(dict(tensors), unfinished, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{str(path)!r} could not be written: {error}") from None
 
 
 def check_output(output: Path) -> None:
@@ -218,19 +208,6 @@ def checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         _add_to(digest, name, tensors[name])
     return digest.hexdigest()
-
-
-def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors to a safetensors file, atomically; see `whole_file`.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    try:
-        with whole_file(path) as unfinished:
-            save_file(dict(tensors), unfinished, metadata=dict(metadata))
-    except SafetensorError as error:
-        raise OSError(f"{str(path)!r} could not be written: {error}") from None
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:

@@ -18,15 +18,7 @@ _LONGEST_NAME = 500
 
 
 def read_text(path: str | Path, name: str | None = None) -> str:
-    """Read a text file in UTF-8, with `\\n` for every line end.
-
-    Args:
-        path: the file.
-        name: its name in messages, by default the path.
-
-    Raises:
-        ValueError: the file is missing, a folder, unreadable or not UTF-8.
-    """
+    """Read a text file in UTF-8, with `\\n` for every line end; `name` is its name in messages."""
     path, name = Path(path), (name or str(path))[-_LONGEST_NAME:]
     if not isfile(path):
         raise ValueError(f"{name}: {'is a folder; pass a file' if isdir(path) else 'no such file'}")
@@ -44,11 +36,7 @@ def read_yaml(path: str | Path, name: str | None = None) -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        ValueError: it is not YAML, a key appears twice, or it is nested too deeply.
-    """
+    """Parse a YAML text."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -63,11 +51,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, a key appears twice, it is nested too deeply, or an integer has thousands of digits.
-    """
+    """Parse a JSON text."""
     try:
         return json.loads(text, object_pairs_hook=_distinct)
     except RecursionError:

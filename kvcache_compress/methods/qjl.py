@@ -168,7 +168,7 @@ class QJLCodec(LinearCodec):
         self._matrices = ()
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x, basis = self.equalize(x, self.statistics), self.own_basis()
+        x, basis = self.equalize(x, self.statistics), self.basis
         quantize_on = getattr(self.native, "quantize_levels", quantize)
         fields: Fields = ()
         for index, sketch in enumerate(self.sketches):
@@ -201,7 +201,7 @@ class QJLCodec(LinearCodec):
         kind, match = self.options.sketch, self.options.scalar == "match"
         sketches = [(sketch.rows, sketch_constant(kind, sketch.channels, sketch.rows)) for sketch in self.sketches]
         weights = self.members if self.factors is None else 1 / self.factors[None]
-        return qjl_encoder(self.encoding_rows(self.own_basis()), sketches, match, self.mean, weights)
+        return qjl_encoder(self.encoding_rows(self.basis), sketches, match, self.mean, weights)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

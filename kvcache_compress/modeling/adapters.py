@@ -12,11 +12,7 @@ _OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
-    """Return a Transformers model, or the one inside a PEFT model.
-
-    Raises:
-        ValueError: the model is neither.
-    """
+    """Return a Transformers model, or the one inside a PEFT model."""
     inside: Any = None if isinstance(model, PreTrainedModel) else getattr(model, "get_base_model", None)
     inner = inside() if inside else model
     if not isinstance(inner, PreTrainedModel):
@@ -27,11 +23,7 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def compressible(model: torch.nn.Module) -> PreTrainedModel:
-    """Return the unwrapped model, if it uses the caches passed to it.
-
-    Raises:
-        ValueError: the model is neither Transformers' nor PEFT's, or its adapter replaces any cache by its own.
-    """
+    """Return the unwrapped model, if it uses the caches passed to it."""
     inner = unwrapped(model)
     kind = None if inner is model else getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if kind in _OWN_CACHE:

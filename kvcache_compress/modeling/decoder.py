@@ -14,6 +14,7 @@ _UNUSABLE = {
     "minimax": "it takes no cache but its own MiniMaxCache",
     "openai-gpt": "it takes no cache",
     "reformer": "it keeps hash buckets of its own and puts nothing into a cache",
+    "vibevoice": "it writes into cached keys and values",
     "xlnet": "it keeps a memory of its own (mems) and puts nothing into a cache",
 }
 """Models that would ignore a compressed cache, fail with it, or attend to the wrong tokens."""
@@ -43,11 +44,7 @@ def is_full_attention(layer: Any) -> bool:
 def decoder_layers(
     model_config: PreTrainedConfig, max_cache_len: int | None = None
 ) -> tuple[PreTrainedConfig, list[Any]]:
-    """Return the decoder's config and its Transformers cache layers, growing or (`max_cache_len`) static.
-
-    Raises:
-        ValueError: the model is an encoder-decoder, has no full attention, or cannot use the cache.
-    """
+    """Return the decoder's config and its Transformers cache layers, growing or (`max_cache_len`) static."""
     from transformers import PreTrainedConfig
     from transformers.cache_utils import DynamicCache, StaticCache
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_compress.files.model_file import ModelFacts
 
-from .decoder import head_dim_of, kv_heads_of
-from .rope import rope_layout
+from .decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
+from .rope import layer_has_rope, rope_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,3 +31,14 @@ def model_facts(config: PreTrainedConfig) -> ModelFacts:
 def head_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(head dimension, key/value heads, layers) of a decoder's config."""
     return head_dim_of(config), kv_heads_of(config), config.num_hidden_layers
+
+
+def calibrated_layers(config: PreTrainedConfig) -> list[int]:
+    """Decoder layers with full attention, and with RoPE if the model has RoPE."""
+    _, kinds = decoder_layers(config)
+    has_rope = rope_layout(config, head_dim_of(config)) is not None
+    full = [i for i, kind in enumerate(kinds) if is_full_attention(kind)]
+    layers = [i for i in full if layer_has_rope(config, i)] if has_rope else full
+    if not layers:
+        raise ValueError(f"{config.model_type} has no full-attention layer with rotary position embeddings")
+    return layers

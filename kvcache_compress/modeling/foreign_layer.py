@@ -17,11 +17,7 @@ _LATE = ("dtype", "device", "indexer_dtype", "indexer_device", "batch_size", "nu
 
 
 def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read a layer's attributes as JSON values, and by name the tensors that these refer to.
-
-    Raises:
-        ValueError: an attribute has a type that cannot be saved.
-    """
+    """Read a layer's attributes as JSON values, and by name the tensors that these refer to."""
     tensors: dict[str, torch.Tensor] = {}
 
     def plain(name: str, value: Any) -> Any:
@@ -47,11 +43,7 @@ def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, t
 def set_attributes(
     layer: Any, attributes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Restore in a new layer the attributes that `read_attributes` took from a layer of the same class.
-
-    Raises:
-        ValueError: no layer of this class can have these attributes or tensors.
-    """
+    """Restore in a new layer the attributes that `read_attributes` took from a layer of the same class."""
 
     def value_of(name: str, stored: Any) -> Any:
         if not isinstance(stored, dict):

@@ -12,11 +12,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def from_cache_or_hub(repo_id: str, load: Callable[[bool], _Loaded]) -> _Loaded:
-    """Load something of a model from the hub's local cache, else from the hub.
-
-    Args:
-        repo_id: the model's id on the hub.
-        load: called with True to use only the local cache, then with False.
+    """Load something of a model from the hub's local cache (`load(True)`), else from the hub (`load(False)`).
 
     Raises:
         OSError: neither has the model.

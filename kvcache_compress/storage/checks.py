@@ -103,12 +103,7 @@ class PackableChecks:
 
 
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
-    """Check that new keys and values are `[B, H, T, D]` and match the sides `held` by the layer, if any.
-
-    Raises:
-        TypeError: they are not floating-point tensors.
-        ValueError: their shapes or devices do not match.
-    """
+    """Check that new keys and values are `[B, H, T, D]` and match the sides `held` by the layer, if any."""
     for side, x in (("keys", keys), ("values", values)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__

@@ -18,7 +18,6 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 
-from .decoded import Origin
 from .eras import Era, runs
 from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
@@ -63,16 +62,13 @@ class Owner(Protocol):
     def close(self, call: AttentionCall | None) -> None:
         """End a step: pack the tokens that had to wait for its queries."""
 
-    def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
-        """Write decoded tokens `x` `[B, H, T, D]` to the dense tokens where they differ from `old`."""
-
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class View:
     """Keys or values that a step attends to, its own tokens included: `sinks | packed | tail`, oldest first.
 
-    A view reports the shape of the tensor that it stands for. Other uses by foreign code decode it, and in-place
-    changes of the result are written to the layer.
+    A view reports the shape of the tensor that it stands for. Any other use by foreign code decodes it; writing into
+    the result does not change the layer.
 
     Attributes:
         sinks: dense, `[B, H, sinks, D]`.
@@ -195,10 +191,7 @@ class View:
         return None if self.track is None else self.track.read(start, stop)
 
     def dense(self) -> torch.Tensor:
-        """Decode all tokens in order to a tensor of this `shape` in the model's dtype; spare capacity is zero.
-
-        Writes into it do not reach the layer; see `writable`.
-        """
+        """Decode all tokens in order to a new tensor of this `shape` in the model's dtype; spare capacity is zero."""
         stored = self.stored()
         spare = self.shape[2] - stored.shape[2]
         return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
@@ -263,40 +256,11 @@ class View:
                 self.track.buffer = self.track.buffer.clone()
         return whole
 
-    def write(self, x: torch.Tensor, changed: torch.Tensor) -> None:
-        """Take the dense tokens of `x` `[B, H, T, D]` where `changed`, into new buffers."""
-        first, last = self.sinks.shape[2], self.sinks.shape[2] + self.packed
-        self.sinks = torch.where(changed[:, :, :first], x[:, :, :first], self.sinks)
-        self.tail_buffer = torch.where(changed[:, :, last:], x[:, :, last:], self.tail)
-
-    def writable(self) -> torch.Tensor:
-        """Decode as `dense`; writes into the result reach the layer (`DecodedTensor`)."""
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
-            before = replace(self)
-            written: torch.Tensor | None = None
-
-            def write_back(x: torch.Tensor, replaced: bool) -> None:
-                nonlocal written
-                if self.owner is None:
-                    return
-                try:
-                    if replaced:
-                        raise ValueError(f"the memory of a cache's {self.side} cannot be replaced; use copy_() instead")
-                    self.owner.write(self.side, x, before.dense() if written is None else written)
-                except ValueError:
-                    x.copy_(self.dense())
-                    raise
-                finally:
-                    written = x.clone()
-
-            origin = Origin(before.dense(), write_back)
-            return origin.tied(origin.base)
-
     def _decoded(self) -> torch.Tensor:
         """Decode for code that is not ours, with a warning if that code is a model's attention."""
         if self.owner is not None and not torch.compiler.is_compiling():
             _warn_of_decoding(self.owner.decoder_config.model_type)
-        return self.writable()
+        return self.dense()
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
         """Return the view itself if it is on device `target` already, as a tensor would; else decode and move it."""
@@ -311,9 +275,6 @@ class View:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._decoded()[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._decoded()[index] = value
 
     @classmethod
     def __torch_function__(
@@ -351,8 +312,7 @@ def _decoding(name: str) -> Callable[..., Any]:
 
 
 # Python looks up operators on the class and bypasses `__getattr__`.
-_OPERATORS = """add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne
-iadd isub imul itruediv ifloordiv imod ipow"""
+_OPERATORS = "add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne"
 for _name in _OPERATORS.split():
     setattr(View, f"__{_name}__", _decoding(f"__{_name}__"))
 

@@ -78,14 +78,14 @@ def test_rules_by_number_range_and_type() -> None:
 
 
 def test_a_rule_of_the_same_method_keeps_the_other_options() -> None:
-    config = {"keys": {"method": "turboquant", "bits": 3, "rotation": "haar"}, "values": "none"}
+    config = {"keys": {"method": "turboquant", "bits": 3, "scalar": "norm"}, "values": "none"}
     rules = [
         {"match": 1, "keys": {"method": "turboquant", "bits": 6}},
         {"match": 2, "keys": {"method": "kivi"}},
         {"match": 3, "method": "turboquant"},
     ]
     plans = load_config({**config, "layers": rules}).plan(FULL)
-    assert (plans[1].keys.options().bits, plans[1].keys.options().rotation) == (6, "haar")
+    assert (plans[1].keys.options().bits, plans[1].keys.options().scalar) == (6, "norm")
     assert plans[2].keys.options().model_dump() == {"bits": 4, "group_size": 32}
     assert (plans[3].keys.options().bits, plans[3].values.method) == (3, "turboquant")
 
@@ -130,7 +130,7 @@ def test_rules_that_do_not_fit(rules: list[dict[str, Any]], message: str) -> Non
     ("change", "message"),
     [
         ({"keys": {"method": "turboquant", "bits": 3.25}}, "bits=3.25 for turboquant"),
-        ({"keys": {"method": "turboquant", "rotation": "none"}}, "rotation='none'.*'haar' or 'hadamard'"),
+        ({"keys": {"method": "turboquant", "estimator": "none"}}, "estimator='none'.*'mse' or 'prod'"),
         ({"keys": {"method": "turboquant", "estimator": "prod", "scalar": "match"}}, "scalar='match'.*'norm'"),
         ({"keys": {"method": "turboqant"}}, "unknown method 'turboqant': .*kivi, none, .*turboquant"),
         ({"keys": {"bits": 4}}, "keys.method.*required"),

@@ -27,7 +27,6 @@ IDLE = [
     ({"method": "turboquant", "sketch": "gaussian"}, "sketch", "estimator 'prod'"),
     ({"method": "turboquant", "bits": 1, "codebook": "uniform"}, "codebook", "more bits"),
     ({"method": "turboquant", "bits": 2, "estimator": "prod", "codebook": "uniform"}, "codebook", "more bits"),
-    ({"method": "polarquant_recursive", "precondition": False, "rotation": "haar"}, "rotation", "precondition: true"),
     ({"method": "polarquant_recursive", "precondition": False, "shared_rotation": True}, "shared_rotation", "precond"),
     ({"method": "polarquant_rope", "radius_scale": "channel", "group_size": 64}, "group_size", "radius_scale 'group'"),
     ({"method": "qjl", "sketch_dim": 96, "sketch_ratio": 2}, "sketch_ratio", "no sketch_dim"),

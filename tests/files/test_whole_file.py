@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.files.saved_files import config, filled
+from support.files.saved_files import filled
 
-from kvcache_compress import CompressedCache
 from kvcache_compress.eval.provenance.results import write_json
 from kvcache_compress.eval.reporting.plots import figure_file
 from kvcache_compress.files.atomic import whole_file
@@ -59,17 +58,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
             pytest.fail("nothing may be written")
     with pytest.raises(ValueError, match=r"output=.*device or a pipe"):
         check_output(tmp_path / "pipe.safetensors")
-
-
-def test_a_folder_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that cannot be flushed, as on some network file systems, is no error."""
-    flush = os.fsync
-
-    def only_files(handle: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{handle}"):
-            raise OSError("not for folders")
-        flush(handle)
-
-    monkeypatch.setattr(os, "fsync", only_files)
-    filled(20).save(tmp_path / "cache")
-    assert CompressedCache.load(tmp_path / "cache", config()).get_seq_length() == 20

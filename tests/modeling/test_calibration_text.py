@@ -1,4 +1,4 @@
-"""Text for calibrations: windows spread over files, and rows of datasets on the hub."""
+"""Text for calibrations: windows spread over files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models.fake_hub import FakeHub
 from support.models.toy_tokenizers import START, Characters
 
 from kvcache_compress.modeling.calibration.text import read_windows
@@ -42,19 +41,3 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_bytes(b"\xff" * 5000)
     with pytest.raises(ValueError, match="not text in UTF-8"):
         read_windows([str(path)], Characters(), 128, 32)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["owner/data", "mlfoundations/dclm-baseline-1.0", "owner/data:part.en"])
-def test_a_dataset_on_the_hub(name: str, hub: FakeHub) -> None:
-    """Only as many rows of a dataset are read as needed."""
-    hub.dataset = ({"text": chr(32 + i) * 20} for i in range(50))
-    windows, _ = read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
-    assert windows.shape == (4, 32)
-    owner, _, part = name.partition(":")
-    assert hub.asked == [((owner, part or None), {"split": "train", "streaming": True})]
-    hub.dataset = [{"words": "a"}]
-    with pytest.raises(ValueError, match=r"has no column 'text' .it has words"):
-        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
-    hub.dataset = ConnectionError("offline")
-    with pytest.raises(ValueError, match="the hub has no such dataset: offline"):
-        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]

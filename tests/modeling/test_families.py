@@ -305,6 +305,7 @@ def test_a_cache_that_stays_empty_is_reported_once(caplog: pytest.LogCaptureFixt
         ("reformer", "puts nothing into a cache"),
         ("minimax", "its own MiniMaxCache"),
         ("openai-gpt", "it takes no cache"),
+        ("vibevoice", "it writes into cached keys and values"),
         ("blip", "mix keys and values of the image with those of the text"),
         ("blt", "has no decoder whose cache could be compressed"),
         ("pi0", "has no decoder whose cache could be compressed"),

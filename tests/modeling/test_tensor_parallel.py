@@ -48,11 +48,7 @@ def found(files: dict[str, str]) -> dict[str, Any]:
     worker = here / "support" / "kernels" / "tensor_parallel_worker.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     names = ("model", "results", "codebooks", "encoder", "statistics")
-    command = [
-        *launch,
-        str(worker),
-        *(files[name] for name in names),
-    ]
+    command = [*launch, str(worker), *(files[name] for name in names)]
     paths = os.pathsep.join(path for path in (str(here), os.environ.get("PYTHONPATH")) if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

@@ -63,7 +63,7 @@ _KIVI = {"method": "kivi", "bits": 4}
 _COMMVQ = _DECLARED["commvq"]["keys"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "turboquant-4": {"keys": _turboquant(4, center="on"), "values": _turboquant(4)},
-    "turboquant-3.5": {"keys": _turboquant(3.5, rotation="haar"), "values": _turboquant(3.5)},
+    "turboquant-3.5": {"keys": _turboquant(3.5), "values": _turboquant(3.5)},
     "turboquant-prod": {"keys": _turboquant(2, estimator="prod"), "values": _turboquant(2, estimator="prod")},
     "turboquant-uniform": {"keys": _turboquant(3, codebook="uniform"), "values": "none"},
     "kivi-4": {"keys": _KIVI, "values": _KIVI},

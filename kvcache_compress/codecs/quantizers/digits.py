@@ -62,11 +62,7 @@ class DigitCounts(NamedTuple):
 
 
 def digit_counts(bits: float, head_dim: int) -> DigitCounts:
-    """Digits for `bits` per number. At least one 1-bit digit per channel, since any channel may have odd bits.
-
-    Raises:
-        ValueError: `bits` do not make whole bytes.
-    """
+    """Digits for `bits` per number. At least one 1-bit digit per channel, since any channel may have odd bits."""
     total = round(bits * head_dim)
     if total % 8 or abs(total - bits * head_dim) > 1e-3:
         raise ValueError(

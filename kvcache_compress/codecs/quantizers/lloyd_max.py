@@ -48,13 +48,6 @@ def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
 
     Its mean squared error is least. Levels ascend and are symmetric about zero. Times √dim they approach the Gaussian's
     levels (±.7979 at 1 bit).
-
-    Args:
-        dim: dimension of the vector, at least 3.
-        bits: 1 to 8.
-
-    Raises:
-        ValueError: `dim` is below 3.
     """
     if dim < 3:
         raise ValueError(f"dim={dim} for a Lloyd-Max codebook: at least 3 is needed")

@@ -49,11 +49,7 @@ LEAST_WIDTH = 32
 
 @on_cpu
 def trellis_levels(dim: int, bits: int) -> torch.Tensor:
-    """Levels for coordinates of unit vectors of `dim` numbers, float64 `[2 ** (bits + 1)]`, symmetric about zero.
-
-    Raises:
-        KeyError: `bits` is not 1, 2 or 3.
-    """
+    """Levels for coordinates of unit vectors of `dim` numbers, float64 `[2 ** (bits + 1)]`, symmetric about zero."""
     upper = torch.tensor(_UPPER_LEVELS[bits], dtype=torch.float64) / math.sqrt(dim)
     return torch.cat([-upper.flip(0), upper])
 

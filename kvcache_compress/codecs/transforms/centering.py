@@ -42,7 +42,8 @@ def large_mean(mean: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
     return torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
 
 
-def check_center(method: str, center: Center | None, side: Side) -> None:
-    """Raise `ValueError` for centred values; only keys can be centred."""
-    if side == "values" and center in ("on", "auto"):
-        raise ValueError(f"center={center!r} for values of {method} must be 'off': only keys can be centred")
+def check_for_keys(method: str, side: Side, **options: str | None) -> None:
+    """Raise `ValueError` for centred or equalized values; only keys can be."""
+    for name, value in options.items():
+        if side == "values" and value not in (None, "off"):
+            raise ValueError(f"{name}={value!r} for values of {method} must be 'off': it is for keys alone")

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from pydantic import BeforeValidator
 
-from ..base import CodecContext, Side
+from ..base import CodecContext
 from .centering import switch_from_yaml
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,6 @@ def _warn_of_queries() -> None:
         "torch.no_grad(), not compiled",
         FEWEST,
     )
-
-
-def check_equalize(method: str, equalize: Equalize | None, side: Side) -> None:
-    """Raise `ValueError` for equalized values; only keys can be equalized."""
-    if side == "values" and equalize == "auto":
-        raise ValueError(f"equalize={equalize!r} for values of {method} must be 'off': only keys can be equalized")
 
 
 def channel_rms(x: torch.Tensor) -> torch.Tensor:

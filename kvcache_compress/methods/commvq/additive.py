@@ -41,12 +41,13 @@ def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tu
 
     rows: c and then i·c, `[*, 2N, 2g]`; costs: half the `pair_table`.
     """
+    chunk = max(1, CHUNK // costs.numel())
     first, second = (z @ rows.mT).chunk(2, -1)
-    best = [(costs[..., None, :, :] - part[..., None, :]).amin(-1) for part in second.split(_chunk(costs), -2)]
+    best = [(costs[..., None, :, :] - part[..., None, :]).amin(-1) for part in second.split(chunk, -2)]
     a = (torch.cat(best, -2) - first).argmin(-1, keepdim=True)
     row = costs.gather(-2, a.expand(*a.shape[:-1], costs.shape[-1])) - second
     codes = torch.cat([a, row.argmin(-1, keepdim=True)], -1)
-    return codes, z - _summed(codes, rows.unflatten(-2, (2, -1)))
+    return codes, z - real_decode(codes, rows.unflatten(-2, (2, -1)))
 
 
 def complex_encode(z: torch.Tensor, codebooks: torch.Tensor, step: Step = complex_step) -> torch.Tensor:
@@ -59,7 +60,7 @@ def complex_encode(z: torch.Tensor, codebooks: torch.Tensor, step: Step = comple
 def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Inverse of `complex_encode`: `[*, n, g, 2]`."""
     tables = torch.stack([codebooks, times_i(codebooks)], -4).flatten(-5, -4).flatten(-2)
-    return _summed(codes.flatten(-2), tables).unflatten(-1, codebooks.shape[-2:])
+    return real_decode(codes.flatten(-2), tables).unflatten(-1, codebooks.shape[-2:])
 
 
 def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,11 +78,6 @@ def real_encode(x: torch.Tensor, codebooks: torch.Tensor, step: Step = real_step
     return _search(x, rows, rows.square().sum(-1) / 2, step).squeeze(-1)
 
 
-def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
-    """Inverse of `real_encode`: `[*, n, d]`."""
-    return _summed(codes, codebooks)
-
-
 def _search(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor, step: Step) -> torch.Tensor:
     """Codes `[*, n, R, ...]` of `z` `[*, n, w]` by the `rows` and `costs` of R rounds, a block of vectors at a time."""
     blocks = []
@@ -94,18 +90,13 @@ def _search(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor, step: Step
     return torch.cat(blocks, -3)
 
 
-def _summed(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def real_decode(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Sum of rows `index[..., s]` of tables s, over s: index `[*, n, S]`, tables `[*, S, N, w]`, result `[*, n, w]`."""
     count, centres, width = tables.shape[-3:]
     starts = torch.arange(tables.numel() // (centres * width), device=index.device) * centres
     rows = index + starts.view(*tables.shape[:-3], 1, count)
     summed = torch.nn.functional.embedding_bag(rows.reshape(-1, count), tables.reshape(-1, width), mode="sum")
     return summed.view(*index.shape[:-1], width)
-
-
-def _chunk(table: torch.Tensor) -> int:
-    """Vectors per chunk of `CHUNK` distances; `table` holds the distances of one vector."""
-    return max(1, CHUNK // table.numel())
 
 
 def code_bytes(codes: int, bits: int) -> int:

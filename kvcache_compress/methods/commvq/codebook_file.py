@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.codecs.base import Side
 from kvcache_compress.files.model_file import ModelFacts, ModelFile, write_model_file
 from kvcache_compress.modeling.facts import model_facts
 from kvcache_compress.validation import quoted
@@ -33,9 +33,8 @@ KIND, VERSION = "codebooks", 1
 ADVICE = (
     "Make one with `kvcache-compress calibrate --method commvq --model MODEL --text FILE --output FILE.safetensors`"
 )
-ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
 CENTRES, GROUP_PAIRS = 64, 64
-ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64, 256)}
+ALLOWED_CENTRES = (2, 4, 8, 16, 32, 64)
 
 
 def group_count(head_dim: int) -> int:
@@ -59,27 +58,18 @@ class Codebooks(ModelFile):
 
     @property
     def encoder_bits(self) -> int:
-        """Bits per token of the paper's value encoder, over all heads; 0 if values have the residual form."""
-        codebook = next((shape for name, shape in self.shapes.items() if name.endswith(".codebook")), (0,))
-        return codebook[0] if codebook else 0
+        """Bits per token of the paper's encoder of values, over all heads; 0 if values have the residual form."""
+        return next((shape[0] for name, shape in self.shapes.items() if name.endswith(".codebook")), 0)
 
     def shape(self, side: Side) -> tuple[int, int, int, int]:
-        """Shape (heads, groups, rounds, centres) of the codebooks of a side in residual form.
-
-        Raises:
-            ValueError: the file has no such codebooks.
-        """
+        """Shape (heads, groups, rounds, centres) of the codebooks of a side in residual form."""
         for name, shape in self.shapes.items():
             if name.startswith(side) and name.endswith(".codebooks"):
                 return shape[0], shape[1], shape[2], shape[3]
         raise self.refusal(f"it holds no {side}")
 
     def rounds(self, side: Side, bits: float | None) -> int:
-        """Rounds for `bits` code bits per number, by default all: the first ones can be used alone.
-
-        Raises:
-            ValueError: the file has fewer rounds.
-        """
+        """Rounds for `bits` code bits per number, by default all: the first ones can be used alone."""
         _, groups, available, centres = self.shape(side)
         wanted = available if bits is None else rounds_for(bits, side, self.facts.head_dim, groups, centres)
         if wanted > available:
@@ -89,20 +79,14 @@ class Codebooks(ModelFile):
 
     def row_bytes(self, side: Side, bits: float | None) -> int:
         """Bytes of a token's codes per head."""
+        if side == "values" and self.encoder_bits:
+            share = self.encoder_bits // self.facts.kv_heads
+            available = share / self.facts.head_dim
+            if bits not in (None, available):
+                raise ValueError(f"bits={bits:g} for commvq must be {available:.3g} with the encoder of {self.path!r}")
+            return share // 8
         _, groups, _, centres = self.shape(side)
         return code_bytes(groups * self.rounds(side, bits), code_bits(side, centres))
-
-    def encoder_share(self, bits: float | None) -> int:
-        """Bits of the encoder per token and head.
-
-        Raises:
-            ValueError: the encoder has other `bits` per number.
-        """
-        share = self.encoder_bits // self.facts.kv_heads
-        available = share / self.facts.head_dim
-        if bits is not None and abs(available - bits) > 0.1 * bits:
-            raise ValueError(f"bits={bits:g} for commvq must be {available:.3g} with the encoder of {self.path!r}")
-        return share
 
 
 def codebook_facts(config: PreTrainedConfig) -> ModelFacts:
@@ -129,69 +113,26 @@ def write_codebooks(
 
 
 def read_codebooks(path: str | None) -> Codebooks:
-    """Read and check the header of a codebook file, once as long as the file does not change.
-
-    Raises:
-        ValueError: No path is given, the file is missing, damaged or of another format or version, or its tensors do
-            not fit together.
-    """
+    """Read and check the header of a codebook file, once as long as the file does not change."""
     if path is None:
         raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {ADVICE}")
-    return _checked(ModelFile.open(path, f"codebooks={quoted(path)} for commvq", KIND, VERSION, ADVICE))
+    return _codebooks(ModelFile.open(path, f"codebooks={quoted(path)} for commvq", KIND, VERSION, ADVICE))
 
 
 @lru_cache(maxsize=8)
-def _checked(opened: ModelFile) -> Codebooks:
-    file = Codebooks(**vars(opened))
-    shapes = _expected_shapes(file)
-    for name, shape in file.shapes.items():
-        side, layer, part = [*name.split("."), "", ""][:3]
-        known = name == f"{side}.{layer}.{part}" and layer.isdecimal() and int(layer[:9]) < file.facts.layers
-        if not known or shape != shapes.get((side, part)) or file.dtypes[name] != torch.float16:
-            raise file.refusal(f"damaged: an unexpected tensor {name!r} of {file.dtypes[name]} {list(shape)}")
-    return file
-
-
-def _expected_shapes(file: Codebooks) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Shapes of a layer's tensors by side and part, from the groups, rounds and centres of the first codebooks."""
-    heads, dim = file.facts.kv_heads, file.facts.head_dim
-    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    for side in SIDES:
-        if side == "values" and file.encoder_bits:
-            width, hidden = heads * dim, next((shape[0] for name, shape in file.shapes.items() if "bias1" in name), 0)
-            bits = file.encoder_bits
-            parts = (hidden, width), (hidden,), (bits, hidden), (bits,), (bits, width)
-            shapes |= {(side, part): shape for part, shape in zip(ENCODER, parts, strict=True)}
-            continue
-        if not any(name.startswith(f"{side}.") for name in file.shapes):
-            continue
-        _, groups, rounds, centres = file.shape(side)
-        if dim % (2 * groups) or not rounds or centres not in ALLOWED_CENTRES[side]:
-            raise file.refusal(f"damaged: {side} of {groups} groups, {rounds} rounds and {centres} centres")
-        vector = (dim // (2 * groups), 2) if side == "keys" else (dim // groups,)
-        shapes[side, "codebooks"] = (heads, groups, rounds, centres, *vector)
-    return shapes
+def _codebooks(opened: ModelFile) -> Codebooks:
+    return Codebooks(**vars(opened))
 
 
 def check_model(file: Codebooks, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False) -> None:
     """Raise `ValueError` if the file was made for another model, or lacks this layer."""
     file.check_model(model_facts(config), rope=side == "keys", any_model=any_model)
-    _names(file, side, layer)
-
-
-def _names(file: Codebooks, side: Side, layer: int) -> list[str]:
-    encoder = side == "values" and file.encoder_bits
-    names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
-    if missing := [name for name in names if name not in file.shapes]:
-        raise file.refusal(f"it holds no {side} of layer {layer} ({missing[0]})")
-    return names
+    if not any(name.startswith(f"{side}.{layer}.") for name in file.shapes):
+        raise file.refusal(f"it holds no {side} of layer {layer}")
 
 
 def load_layer(file: Codebooks, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Load the float16 tensors of one side of a layer, by the last part of their names.
-
-    Raises:
-        ValueError: the layer is missing, or numbers are not finite.
-    """
+    """Load the float16 tensors of one side of a layer, by the last part of their names."""
     prefix = f"{side}.{layer}."
-    return {name.removeprefix(prefix): x for name, x in file.load(_names(file, side, layer), device).items()}
+    tensors = file.load([name for name in file.shapes if name.startswith(prefix)], device)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

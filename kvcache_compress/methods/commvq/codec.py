@@ -10,28 +10,19 @@ codebooks come from a file that calibration writes (`codebook_file.py`).
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from pydantic import Field as Limits
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
-from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
+from kvcache_compress.codecs.layout import Field, check_head_dim
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar, stored_scalar
 from kvcache_compress.methods.registry import register_method
 
 from . import additive
 from .bit_encoder import BitEncoder
-from .codebook_file import (
-    CENTRES,
-    Codebooks,
-    check_model,
-    code_bits,
-    group_count,
-    load_layer,
-    read_codebooks,
-    rounds_for,
-)
+from .codebook_file import CENTRES, check_model, code_bits, group_count, load_layer, read_codebooks, rounds_for
 from .residual import ResidualBooks
 
 if TYPE_CHECKING:
@@ -71,20 +62,24 @@ class CommVQCodec(Codec):
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         file = read_codebooks(options.codebooks)
-        heads = _local_heads(file, context)
+        heads = file.local_heads(context.heads, context.head_dim)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.scalar: Scalar = options.scalar or "match"
         tensors = load_layer(file, context.side, context.layer, context.device)
-        if context.heads < file.facts.kv_heads:
-            tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
-        self.encoder = None if "codebooks" in tensors else BitEncoder(tensors, context.heads)
-        self.chunks_on_cpp = not self.encoder
-        self.books: ResidualBooks | None = None
-        """Residual codebooks; None with the encoder."""
-        if not self.encoder:
-            books = tensors["codebooks"][:, :, : file.rounds(context.side, options.bits)]
-            self.books = ResidualBooks((books.mT if context.side == "keys" else books).contiguous())
+        self.books: ResidualBooks | BitEncoder
+        if "codebooks" in tensors:
+            books = tensors["codebooks"][heads, :, : file.rounds(context.side, options.bits)]
+            books = books.mT if context.side == "keys" else books
+            self.books = ResidualBooks(books.clone(memory_format=torch.contiguous_format))
+        elif context.heads < file.facts.kv_heads:
+            raise file.refusal(
+                f"its encoder of values needs all {file.facts.kv_heads} heads of a token together, and tensor "
+                f"parallelism leaves {context.heads} here: calibrate values without an encoder"
+            )
+        else:
+            self.books = BitEncoder(tensors, context.heads)
+            self.chunks_on_cpp = False
 
     @classmethod
     def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -94,10 +89,7 @@ class CommVQCodec(Codec):
             groups = group_count(head_dim)
             rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, groups)
             return Field("codes", torch.uint8, (additive.code_bytes(groups * rounds, code_bits(side)),)), scale
-        file = read_codebooks(options.codebooks)
-        if side == "values" and file.encoder_bits:
-            return (*code_fields(1, file.encoder_share(options.bits)), scale)
-        return Field("codes", torch.uint8, (file.row_bytes(side, options.bits),)), scale
+        return Field("codes", torch.uint8, (read_codebooks(options.codebooks).row_bytes(side, options.bits),)), scale
 
     @classmethod
     def rope_use(cls, options: CommVQOptions, side: Side) -> RopeUse:
@@ -120,77 +112,55 @@ class CommVQCodec(Codec):
             rounds, centres = file.rounds(side, options.bits), file.shape(side)[3]
         return torch.float16.itemsize * heads * rounds * centres * head_dim
 
-    def _residual(self) -> ResidualBooks:
-        if self.books is None:
-            raise RuntimeError("the encoder form of values has no residual codebooks")
-        return self.books
-
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x = x.float()
-        if self.context.side == "keys":
-            layout, factors = self._rope(rope)
-            x = torch.stack(layout.split(layout.unrotate(x, factors)), -1).flatten(-2)
-        if self.encoder:
-            codes, point, token_norm = self.encoder.encode(x)
-            usual = token_norm[:, None].expand(x.shape[:3])
-            norm = usual if self.scalar == "norm" else x.norm(dim=-1)
-            return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
-        norm = x.norm(dim=-1)
+        x, layout = x.float(), self.context.rope
+        if self.context.side == "keys" and layout is not None and rope is not None:
+            x = torch.stack(layout.split(layout.unrotate(x, rope)), -1).flatten(-2)
+        norm = usual = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
-        codes, point = self._residual().encode(z, self.native)
-        return codes, self._scale(z, point, norm, norm)
-
-    def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
-        """Stored scalar, limited to `LARGEST_GAIN` times `usual`, the scalar of a vector coded without error."""
+        if isinstance(self.books, BitEncoder):
+            codes, point, usual = self.books.encode(x)
+            norm = usual if self.scalar == "norm" else norm
+        else:
+            codes, point = self.books.encode(z, self.native)
         scale = stored_scalar(z, point, norm, self.scalar)
-        return torch.fmin(scale, (LARGEST_GAIN * usual).clamp(max=SCALE_MAX).to(torch.float16))
-
-    def _rope(self, rope: Rope | None) -> tuple[Any, Rope]:
-        if rope is None or self.context.rope is None:
-            raise RuntimeError("commvq needs the RoPE factors of the tokens to encode and decode keys")
-        return self.context.rope, rope
+        return codes, torch.fmin(scale, (LARGEST_GAIN * usual).clamp(max=SCALE_MAX).to(torch.float16))
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        if self.encoder:
-            return self.encoder.points(self.encoder.bits(fields[:-1])) * fields[-1].float()[..., None]
         packed, scale = fields
-        x = self._residual().decode(packed) * scale.float()[..., None]
-        if self.context.side == "values":
+        x = self.books.decode(packed) * scale.float()[..., None]
+        layout = self.context.rope
+        if self.context.side == "values" or layout is None or rope is None:
             return x
-        layout, factors = self._rope(rope)
-        return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), factors)
+        return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), rope)
 
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Weighted sum of values; with the encoder in the space of the token's bits, `[B, H, R, bits]`."""
-        if self.encoder:
-            return (weights * fields[-1].float()[:, :, None]) @ self.encoder.bits(fields[:-1])[:, None]
+        """Sum values; with the encoder, sum the bits of whole tokens: `[B, H, R, bits]`."""
+        if isinstance(self.books, BitEncoder):
+            packed, scale = fields
+            return (weights * scale.float()[:, :, None]) @ self.books.bits(packed)
         return super().accumulate(weights, fields, rope)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self.output_map() if self.encoder else accumulated
-
-    def output_map(self) -> torch.Tensor:
-        """Codebook of the encoder by head, float32 `[H, bits, D]`."""
-        assert self.encoder is not None
-        return self.encoder.codebook().float()
+        return accumulated @ self.books.codebook.float() if isinstance(self.books, BitEncoder) else accumulated
 
     @cached_property
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.commvq import bits_side, books_side
 
-        if self.encoder:
-            return bits_side(self.output_map())
+        if isinstance(self.books, BitEncoder):
+            return bits_side(self.books.codebook.float())
         rope = self.context.rope if self.context.side == "keys" else None
-        return books_side(self._residual().books, self.fields[0].shape[0], rope)
+        return books_side(self.books.books, self.fields[0].shape[0], rope)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
         """C++ operands; code space holds pairs of keys, real parts first, or with the encoder all bits of a token."""
         from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
-        if self.encoder:
-            return CPUSide("bits", basis=self.encoder.codebook())
-        books = self._residual()
+        books = self.books
+        if isinstance(books, BitEncoder):
+            return CPUSide("bits", basis=books.codebook)
         options, tables = (books.groups, books.rounds), (books.books.flatten(0, 2),)
         if self.context.side == "values":
             return CPUSide("additive", options, tables)
@@ -199,14 +169,3 @@ class CommVQCodec(Codec):
         in_order = order == tuple(range(len(order)))
         basis = None if in_order else torch.eye(len(order), device=books.books.device)[[*order]][None]
         return CPUSide("complex", options, tables, basis)
-
-
-def _local_heads(file: Codebooks, context: CodecContext) -> slice:
-    """Heads of the file that this layer holds; see `ModelFile.local_heads`."""
-    heads, stored = file.local_heads(context.heads, context.head_dim), file.facts.kv_heads
-    if context.heads < stored and context.side == "values" and file.encoder_bits:
-        raise file.refusal(
-            f"its encoder of values needs all {stored} heads of a token together, and tensor parallelism leaves "
-            f"{context.heads} here: calibrate values without an encoder"
-        )
-    return heads

@@ -18,13 +18,13 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import Field, check_head_dim
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, prepared
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
-from kvcache_compress.codecs.transforms.centering import Center, check_center
-from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
-from kvcache_compress.codecs.transforms.rotation import RotationKind, random_rotation
+from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
+from kvcache_compress.codecs.transforms.equalization import Equalize
+from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
 
@@ -49,7 +49,6 @@ class PolarQuantRecursiveOptions(MethodOptions):
         radius_bits: 16 (the paper's), or 8: a logarithmic code per head, from 1/64 of the smallest radius of the first
             prefill to 16 times the largest. Smaller radii become zero.
         precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
-        rotation: `haar` or `hadamard`.
         shared_rotation: use one rotation for all layers.
         codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first update.
             With `online`, all rows of a batch must share one prompt (beams, several returned sequences).
@@ -63,7 +62,6 @@ class PolarQuantRecursiveOptions(MethodOptions):
     bits: Annotated[AnyTuple[Annotated[int, Limits(ge=1, le=6)]], Limits(min_length=1)] = (4, 3, 2)
     radius_bits: Literal[8, 16] = 8
     precondition: bool = True
-    rotation: RotationKind = "haar"
     shared_rotation: bool = False
     codebook: Literal["offline", "online"] = "offline"
     scalar: Scalar | None = None
@@ -76,14 +74,10 @@ class PolarQuantRecursiveOptions(MethodOptions):
         return bits if isinstance(bits, (list, tuple)) else (bits,)
 
     def idle(self) -> dict[str, str]:
-        return {} if self.precondition else dict.fromkeys(("rotation", "shared_rotation"), "precondition: true")
+        return {} if self.precondition else {"shared_rotation": "precondition: true"}
 
     def level_bits(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each level for this head dimension.
-
-        Raises:
-            ValueError: the head dimension does not allow these levels.
-        """
+        """Bits of each level for this head dimension."""
         check_head_dim("polarquant_recursive", head_dim, 16, 32)
         most = polar_tree.full_depth(head_dim)
         levels = most if self.levels is None else self.levels
@@ -105,6 +99,8 @@ class PolarQuantRecursiveCodec(LinearCodec):
     name: ClassVar[str] = "polarquant_recursive"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
     options: PolarQuantRecursiveOptions
+    books: tuple[AngleCodebook, ...]
+    """Codebooks of the levels; `online` ones are set with the statistics."""
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -113,7 +109,6 @@ class PolarQuantRecursiveCodec(LinearCodec):
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = options.scalar or default
-        self.books: tuple[AngleCodebook, ...] = ()
         if options.codebook == "offline":
             books = (offline_codebook(level, width) for level, width in enumerate(bits, 1))
             self.books = tuple(book.to(context.device) for book in books)
@@ -124,8 +119,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
     @classmethod
     def layout(cls, options: PolarQuantRecursiveOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         bits = options.level_bits(head_dim)
-        check_center(cls.name, options.center, side)
-        check_equalize(cls.name, options.equalize, side)
+        check_for_keys(cls.name, side, center=options.center, equalize=options.equalize)
         radius = torch.float16 if options.radius_bits == 16 else torch.uint8
         return polar_tree.polar_tree(head_dim, bits).fields(radius)
 
@@ -135,7 +129,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         basis = torch.eye(dim, device="cpu")
         if self.options.precondition:
             seed = self.context.seed_of("rotation", self.options.shared_rotation)
-            basis = random_rotation(self.options.rotation, dim, seed)
+            basis = random_rotation(dim, seed)
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
     def measure(
@@ -167,24 +161,20 @@ class PolarQuantRecursiveCodec(LinearCodec):
             self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
 
     def _to_code_space(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-        return self.equalize(x, statistics) @ self.own_basis()[0].mT
+        return self.equalize(x, statistics) @ self.basis[0].mT
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         y = self._to_code_space(x, self.statistics)
         encode = getattr(self.native, "quantize_tree", polar_tree.encode)
-        planes, energy, cross = encode(y, self.tree, self._ready_books())
+        planes, energy, cross = encode(y, self.tree, self.books)
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)
         else:
             radii = cross if self.scalar == "least_squares" else energy.sqrt()
         return (*planes, self._store_radii(radii))
 
-    def _ready_books(self) -> tuple[AngleCodebook, ...]:
-        return prepared(self.books or None, "online codebooks")
-
     def _radius_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """log2 of the radius of code 1, and the step per code, each `[H]`."""
-        prepared(self.radius_table, "8-bit radii")
         return self.statistics["least_log_radius"], self.statistics["log_radius_step"]
 
     def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
@@ -203,7 +193,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def parts(self, fields: Fields) -> Iterator[Part]:
         codes, radii = polar_tree.unpack(self.tree, fields), self._radii(fields[-1])
-        yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self._ready_books()))
+        yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self.books))
 
     @cached_property
     def kernel_side(self) -> KernelSide:
@@ -216,15 +206,15 @@ class PolarQuantRecursiveCodec(LinearCodec):
     def kernel_encoder(self) -> KernelEncoder:
         from kvcache_compress.triton_kernels.encode.polarquant_recursive import polarquant_recursive_encoder
 
-        books, rows = self._ready_books(), self.encoding_rows(self.own_basis())
+        rows = self.encoding_rows(self.basis)
         radii = torch.stack(self._radius_range(), -1) if self.options.radius_bits == 8 else None
-        return polarquant_recursive_encoder(self.tree, books, rows, self.scalar, radii, self.mean)
+        return polarquant_recursive_encoder(self.tree, self.books, rows, self.scalar, radii, self.mean)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
         from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
-        tables = [book.points for book in self._ready_books()]
+        tables = [book.points for book in self.books]
         if self.radius_table is not None:
             tables.append(self.radius_table)
         return cpu_side("tree", self.tree.places, tables, self.ready_basis(), self.mean)

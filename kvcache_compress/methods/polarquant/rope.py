@@ -18,7 +18,7 @@ from pydantic import Field as Limits
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, centred, prepared
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, centred
 from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes, quantize, quarter_bounds, radii
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.codecs.transforms.centering import Center
@@ -39,8 +39,6 @@ class PolarQuantRopeOptions(MethodOptions):
             all tokens, from the first prefill, with later radii clamped.
         group_size: 32, 64 or 128.
         reconstruction: decode to the `midpoint` of a cell, or to its lower `edge` (the paper's formulas).
-        score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the
-            same.
         pairing: `auto`, as the model pairs channels; `half`, (i, i + d/2); `interleaved`, (2i, 2i + 1).
         scalar: `match` also stores ‖k‖ / ‖k̂‖ per token; `none` does not.
         center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
@@ -51,7 +49,6 @@ class PolarQuantRopeOptions(MethodOptions):
     radius_scale: Literal["channel", "group"] = "group"
     group_size: Literal[32, 64, 128] = 64
     reconstruction: Literal["midpoint", "edge"] = "midpoint"
-    score_function: Literal["direct", "table"] = "direct"
     pairing: Literal["auto", "half", "interleaved"] = "auto"
     scalar: Literal["none", "match"] = "none"
     center: Center = "auto"
@@ -74,19 +71,19 @@ class PolarQuantRopeCodec(LinearCodec):
     name: ClassVar[str] = "polarquant_rope"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
     options: PolarQuantRopeOptions
+    scale: torch.Tensor
+    """The paper's scales per channel, float32 `[H, pairs]`, set with the statistics; scales per group are stored."""
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         self.pairs, self.codes = pair_layout(options, context), options.codes
-        self.scale: torch.Tensor | None = None
-        """The paper's scales per channel, float32 `[H, pairs]`; None if scales are per group."""
         codes = torch.arange(2**options.angle_bits, device="cpu")
         angles = 2 * math.pi * (codes + self.codes.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
         """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
         self.bounds = quarter_bounds(options.angle_bits).to(context.device)
         if options.radius_scale == "group":
-            self.basis = self._build_basis(options.score_function)
+            self.basis = self._build_basis()
 
     @classmethod
     def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -122,28 +119,21 @@ class PolarQuantRopeCodec(LinearCodec):
         super().set_statistics(statistics)
         if self.options.radius_scale == "channel":
             self.scale = statistics["scale"]
-            self.basis = self._build_basis(self.options.score_function)
-
-    def _stored_scale(self, radius: torch.Tensor) -> Fields:
-        """Scales of the groups of `radius` `[B, H, T, pairs]`; empty if scales are per channel."""
-        if self.options.radius_scale == "channel":
-            return ()
-        scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.codes.steps
-        return (scale.clamp(max=SCALE_MAX).to(torch.float16),)
+            self.basis = self._build_basis()
 
     def _token_scale(self, stored: Fields) -> torch.Tensor:
         """Scale of every radius, float32, broadcastable to `[B, H, T, pairs]`."""
         if self.options.radius_scale == "channel":
-            return self._channel_scale()[:, None]
+            return self.scale[:, None]
         return stored[0].float().repeat_interleave(self.group, 2)
-
-    def _channel_scale(self) -> torch.Tensor:
-        return prepared(self.scale, "scales per channel")
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         real, imaginary = self.pairs.split(centred(x, self.mean))
         radius = radii(real, imaginary)
-        stored = self._stored_scale(radius)
+        stored: Fields = ()
+        if self.options.radius_scale == "group":
+            scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.codes.steps
+            stored = (scale.clamp(max=SCALE_MAX).to(torch.float16),)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
         quantize_on = getattr(self.native, "quantize_pairs", quantize)
         bits = self.options.angle_bits, self.options.radius_bits
@@ -165,55 +155,38 @@ class PolarQuantRopeCodec(LinearCodec):
         return x * fields[-1].float()[..., None] if self.options.scalar == "match" else x
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Decode pair by pair, without the basis, which for `table` is many times as wide as a head."""
         angle, radius = self._polar(fields)
         x = radius[..., None] * self.points[angle]
         x = self._matched(fields, self.pairs.join(x[..., 0], x[..., 1]))
         return x if self.mean is None else x + self.mean[:, None]
 
-    def _build_basis(self, score_function: str) -> torch.Tensor:
-        """Rows of code space `[H or 1, W, D]`, multiplied by the scales if these are per channel.
-
-        `direct`: real parts, then imaginary parts. `table`: q_x cos + q_y sin of all pairs, for each angle of a half
-        turn.
-        """
+    def _build_basis(self) -> torch.Tensor:
+        """Rows of code space `[H or 1, D, D]`, real parts, then imaginary ones, times the scales if per channel."""
         unit = torch.eye(self.context.head_dim, device=self.context.device)
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
-        if score_function == "table":
-            parts = torch.einsum("ac,cdp->adp", self.points[: len(self.points) // 2], parts)
         if self.options.radius_scale == "group":
             return parts.transpose(1, 2).flatten(0, 1).unsqueeze(0)
-        scaled = parts * self._channel_scale()[:, None, None]
+        scaled = parts * self.scale[:, None, None]
         return scaled.transpose(2, 3).flatten(1, 2)
-
-    def direct_basis(self) -> torch.Tensor:
-        """Basis of the score function `direct`, which all kernels use: it is faster, and its scores are the same."""
-        return self.ready_basis() if self.options.score_function == "direct" else self._build_basis("direct")
 
     def parts(self, fields: Fields) -> Iterator[Part]:
         angle, radius = self._polar(fields)
         if self.options.radius_scale == "channel":
-            radius = radius / self._channel_scale()[:, None].clamp_min(1e-30)
-        if self.options.score_function == "direct":
-            x = torch.cat([radius * self.points[angle, 0], radius * self.points[angle, 1]], -1)
-        else:
-            half = len(self.points) // 2
-            signed = torch.where(angle < half, radius, -radius)
-            chosen = torch.arange(half, device=angle.device)[:, None] == (angle % half)[..., None, :]
-            x = (chosen * signed[..., None, :]).flatten(-2)
+            radius = radius / self.scale[:, None].clamp_min(1e-30)
+        x = torch.cat([radius * self.points[angle, 0], radius * self.points[angle, 1]], -1)
         yield Part(slice(x.shape[-1]), self._matched(fields, x))
 
     @cached_property
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.polarquant_rope import polarquant_rope_side
 
-        return polarquant_rope_side(self.codes, self.points, self.direct_basis(), self.mean)
+        return polarquant_rope_side(self.codes, self.points, self.ready_basis(), self.mean)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder:
         from kvcache_compress.triton_kernels.encode.polarquant_rope import polarquant_rope_encoder
 
-        scale = self._channel_scale() if self.options.radius_scale == "channel" else None
+        scale = self.scale if self.options.radius_scale == "channel" else None
         return polarquant_rope_encoder(self.codes, self.pairs, self.bounds, scale, self.mean)
 
     @cached_property
@@ -222,7 +195,7 @@ class PolarQuantRopeCodec(LinearCodec):
 
         codes = self.codes
         numbers = (codes.angle_bits, codes.radius_bits, codes.tokens, round(2 * codes.offset))
-        return cpu_side("pairs", numbers, [self.points], self.direct_basis(), self.mean)
+        return cpu_side("pairs", numbers, [self.points], self.ready_basis(), self.mean)
 
 
 def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:

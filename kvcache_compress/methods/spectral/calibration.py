@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.files.model_file import check_output
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, observed_attention
 from kvcache_compress.modeling.calibration.text import Report, read_windows
-from kvcache_compress.modeling.decoder import is_full_attention
-from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
+from kvcache_compress.modeling.facts import calibrated_layers, head_shape
+from kvcache_compress.modeling.rope import Rope, RopeLayout, rope_layout, rotary_embedding
 
 from .codec import GROUP
 from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window, unit_rotations
@@ -50,22 +48,6 @@ class SpectralSettings:
             raise ValueError(f"tokens={self.tokens} for spectral must make at least two windows of {self.context}")
 
 
-def calibrated_layers(config: PreTrainedConfig) -> list[int]:
-    """Decoder layers with full attention, and with RoPE if the model has RoPE.
-
-    Raises:
-        ValueError: there are none.
-    """
-    has_rope = rope_layout(config, head_shape(config)[0]) is not None
-    kinds = DynamicCache(config=config).layers
-    layers = [i for i, kind in enumerate(kinds) if is_full_attention(kind)]
-    if has_rope:
-        layers = [i for i in layers if layer_has_rope(config, i)]
-    if not layers:
-        raise ValueError(f"{config.model_type} has no full-attention layer")
-    return layers
-
-
 @torch.inference_mode()
 def calibrate_spectral(
     model: PreTrainedModel,
@@ -78,17 +60,8 @@ def calibrate_spectral(
 ) -> dict[int, float]:
     """Measure moments on text and write the statistics file.
 
-    Args:
-        model: the model; sums are made on its device.
-        tokenizer: its tokenizer.
-        text: text files, or a dataset on the hub (see `read_windows`).
-        output: the file to write; an existing one is replaced at the end.
-        settings: amount of text and size of groups.
-        report: callback for progress.
-
-    Returns:
-        Per layer, the coding gain of the transform in bits per number: half the mean log2 of the ratio of the channels'
-            mean variance to their geometric mean.
+    Returns, per layer, the coding gain of the transform in bits per number: half the mean log2 of the ratio of the
+    channels' mean variance to their geometric mean.
 
     Raises:
         ValueError: the model's attention cannot be observed, or it has no full-attention layer; the text cannot be read

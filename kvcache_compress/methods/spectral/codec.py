@@ -21,7 +21,7 @@ from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Prompt, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.device import on_cpu
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
+from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers.digits import (
     MOST_BITS,
     SEARCHED,
@@ -41,7 +41,8 @@ from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import Prior, prompt_statistics
-from .statistics_file import RANK, check_model, load_layer, read_statistics
+from .statistics_file import check_model, load_layer, read_statistics
+from .transform import RANK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -88,6 +89,7 @@ class SpectralCodec(LinearCodec):
     options: SpectralOptions
     in_memory_order: ClassVar[bool] = True
     bit_choices: ClassVar[tuple[float, ...]] = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6)
+    digits: DigitCodes
 
     def __init__(self, options: SpectralOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -126,7 +128,7 @@ class SpectralCodec(LinearCodec):
         """
         if self._encode_basis is not None:
             return self._encode_basis
-        coded = self.deviation * (self.ready_digits().kind > 0)
+        coded = self.deviation * (self.digits.kind > 0)
         basis = (torch.linalg.inv(self.inverse.double()) * coded[:, None]).float()
         self._encode_basis = basis if self.context.head_dim > MAX_KERNEL_DIM else None
         return basis
@@ -136,10 +138,10 @@ class SpectralCodec(LinearCodec):
         return self._measured(Prompt(x[:, :, :0], x, 0), None, None, quiet=True) if _file(self.options) is None else {}
 
     def observe(self, prompt: Prompt) -> None:
-        rope, anchors = None, self._anchors(prompt.rope)
-        if self.context.rope is not None and anchors is not None:
+        rope = None
+        if self.context.rope is not None and prompt.rope is not None:
             assert prompt.offsets is not None
-            rope = GroupRope(self.context.rope, anchors, unit_rotations(prompt.offsets))
+            rope = GroupRope(self.context.rope, prompt.rope, unit_rotations(prompt.offsets))
         self.set_statistics(self._measured(prompt, rope, self._prior() if self.statistics else None))
 
     def _prior(self) -> Prior:
@@ -220,42 +222,24 @@ class SpectralCodec(LinearCodec):
 
     def ready_basis(self) -> torch.Tensor:
         """Rows of the digits, float32 `[H, W, D]`; rebuilt at each call, because no kernel keeps them."""
-        digits = self.ready_digits()
+        digits = self.digits
         rows = digits.channels.long()[..., None].expand(digits.channels.shape + self.directions.shape[-1:])
         return self.inverse.gather(1, rows) * digits.weights[..., None]
-
-    def ready_digits(self) -> DigitCodes:
-        return prepared(getattr(self, "digits", None), f"the basis of {self.name}")
 
     def _mean_table(self) -> torch.Tensor:
         """Mean key at each position in a group, float32 `[H, group, D]`."""
         return self.places.float() @ self.means.float()
 
-    def _mean_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.means.float(), self.places.float()
-
-    def _anchors(self, rope: Rope | None) -> Rope | None:
-        """cos and sin of each group's first token, `[B, groups, rotary]`; None for a model without RoPE."""
-        if self.context.rope is None:
-            return None
-        if rope is None:
-            raise RuntimeError("spectral needs the RoPE factors of the groups to encode and decode keys")
-        return rope
-
-    def _by_token(self, anchors: Rope) -> Rope:
-        cos, sin = (factor.repeat_interleave(self.group, 1) for factor in anchors)
-        return cos, sin
-
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x, anchors, means = x.float().unflatten(2, (-1, self.group)), self._anchors(rope), self._mean_table()[:, None]
-        if anchors is not None and self.context.rope is not None:
-            cos, sin = (factor[:, :, None] for factor in anchors)
+        x, means = x.float().unflatten(2, (-1, self.group)), self._mean_table()[:, None]
+        if rope is not None and self.context.rope is not None:
+            cos, sin = (factor[:, :, None] for factor in rope)
             x = self.context.rope.unrotate(x, (cos, sin)).sub_(means)
         else:
             x = x - means
         y = x.flatten(2, 3) @ self.encode_basis
         encode = getattr(self.native, "quantize_digits", quantize)
-        *planes, scale = encode(y, self.deviation, self.ready_digits(), tables(y.device), SEARCHED)
+        *planes, scale = encode(y, self.deviation, self.digits, tables(y.device), SEARCHED)
         return *planes, scale.clamp(max=SCALE_MAX).to(torch.float16).unflatten(2, (-1, self.group))
 
     def parts(self, fields: Fields) -> Iterator[Part]:
@@ -269,7 +253,7 @@ class SpectralCodec(LinearCodec):
     def cpu_side(self) -> CPUSide:
         from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
-        digits = self.ready_digits()
+        digits = self.digits
         maps = [self.directions, self.means]
         if self._order.diff().ne(1).any():
             maps = [x[..., self._order] for x in maps]
@@ -280,10 +264,10 @@ class SpectralCodec(LinearCodec):
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         x = super().decode(fields)
         x = (x.unflatten(2, (-1, self.group)) + self._mean_table()[:, None]).flatten(2, 3)
-        anchors = self._anchors(rope)
-        if anchors is None or self.context.rope is None:
+        if rope is None or self.context.rope is None:
             return x
-        return self.context.rope.rotate(x, self._by_token(anchors))
+        cos, sin = (factor.repeat_interleave(self.group, 1) for factor in rope)
+        return self.context.rope.rotate(x, (cos, sin))
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
         """Return the queries unchanged; `score` maps them per group, relative to its anchor."""
@@ -291,10 +275,10 @@ class SpectralCodec(LinearCodec):
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """Inner products `[B, H, R, T]`; queries are rotated to each group's anchor and mapped there."""
-        groups, anchors = fields[-1].shape[2], self._anchors(rope)
+        groups = fields[-1].shape[2]
         turned = mapped[:, :, :, None].expand(-1, -1, -1, groups, -1)
-        if anchors is not None and self.context.rope is not None:
-            turned = self.context.rope.rotate_query(turned.flatten(1, 2), anchors).view(turned.shape)
+        if rope is not None and self.context.rope is not None:
+            turned = self.context.rope.rotate_query(turned.flatten(1, 2), rope).view(turned.shape)
         turned = turned.transpose(2, 3)
         # Treat groups as heads, because each has queries of its own.
         planes = (x.unflatten(2, (groups, -1)).flatten(1, 2) for x in fields[:-1])
@@ -307,15 +291,15 @@ class SpectralCodec(LinearCodec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.spectral import spectral_side
 
-        digits, (levels, _) = self.ready_digits(), self.digit_levels
-        return spectral_side(self.context, self.group, digits, levels, self.inverse, *self._mean_factors())
+        levels, means = self.digit_levels[0], (self.means.float(), self.places.float())
+        return spectral_side(self.context, self.group, self.digits, levels, self.inverse, *means)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.spectral import spectral_encoder
 
-        digits, keys = self.ready_digits(), (self.encode_basis, self.deviation)
-        return spectral_encoder(self.context, self.group, digits, *keys, *self._mean_factors())
+        keys, means = (self.encode_basis, self.deviation), (self.means.float(), self.places.float())
+        return spectral_encoder(self.context, self.group, self.digits, *keys, *means)
 
 
 def _coded(tensors: Mapping[str, torch.Tensor]) -> Statistics:

@@ -13,7 +13,6 @@ Header entries beyond those of every model file: `group` (n), and `data` with th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,6 @@ import torch
 from kvcache_compress.files.model_file import ModelFile, write_model_file
 from kvcache_compress.modeling.facts import model_facts
 from kvcache_compress.validation import quoted
-
-from .transform import RANK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,30 +42,8 @@ def write_statistics(
 
 
 def read_statistics(path: str) -> ModelFile:
-    """Read and check the file's header.
-
-    Raises:
-        ValueError: the file is missing, damaged, or not a spectral statistics file.
-    """
-    return _checked(ModelFile.open(path, f"statistics={quoted(path)} for spectral", KIND, VERSION, ADVICE))
-
-
-@lru_cache(maxsize=8)
-def _checked(file: ModelFile) -> ModelFile:
-    """Check, once per file, that its tensors have the shapes of the model that it names."""
-    heads, dim, size = file.facts.kv_heads, file.facts.head_dim, file.header.get("group")
-    if size not in GROUPS:
-        raise file.refusal(f"damaged: group {size!r}")
-    expected = {
-        "basis": (heads, dim, dim),
-        "deviation": (heads, dim),
-        "places": (heads, size, RANK),
-        "means": (heads, RANK, dim),
-    }
-    for name, shape in file.shapes.items():
-        if not name.startswith("keys.") or expected.get(name.rpartition(".")[2]) != shape:
-            raise file.refusal(f"damaged: an unexpected tensor {name!r} of shape {list(shape)}")
-    return file
+    """Read and check the file's header."""
+    return ModelFile.open(path, f"statistics={quoted(path)} for spectral", KIND, VERSION, ADVICE)
 
 
 def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model: bool) -> None:
@@ -79,17 +54,8 @@ def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model
 
 
 def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A layer's tensors, named without the prefix `keys.{layer}.`, and the `inverse` of its basis.
-
-    Raises:
-        ValueError: numbers are not finite, deviations are not positive, or a basis has no inverse.
-    """
+    """A layer's tensors, named without the prefix `keys.{layer}.`, and the `inverse` of its basis."""
     prefix = f"keys.{layer}."
-    names = [f"{prefix}{part}" for part in PARTS]
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in file.load(names, device).items()}
-    if not (tensors["deviation"] > 0).all():
-        raise file.refusal(f"damaged: {prefix}deviation holds numbers of zero or less")
-    inverse, failed = torch.linalg.inv_ex(tensors["basis"].double())
-    if failed.any():
-        raise file.refusal(f"damaged: {prefix}basis has no inverse")
-    return tensors | {"inverse": inverse.float()}
+    loaded = file.load([f"{prefix}{part}" for part in PARTS], device)
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in loaded.items()}
+    return tensors | {"inverse": torch.linalg.inv(tensors["basis"].double()).float()}

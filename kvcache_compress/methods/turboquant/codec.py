@@ -24,9 +24,9 @@ from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
-from kvcache_compress.codecs.transforms.centering import Center, check_center
-from kvcache_compress.codecs.transforms.equalization import Equalize, check_equalize
-from kvcache_compress.codecs.transforms.rotation import RotationKind, random_rotation
+from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
+from kvcache_compress.codecs.transforms.equalization import Equalize
+from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.methods.registry import register_method
 
 from .components import Codebook, Estimator, build_components, channel_sets, component_bits
@@ -44,7 +44,6 @@ class TurboQuantOptions(MethodOptions):
         estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one bit on a sketch of the residual.
         scalar: number stored per token: `norm` (the paper's), `match`, `unbiased` or `least_squares`; by default
             `match` for keys and `unbiased` for values.
-        rotation: `haar` or `hadamard`.
         shared_rotation: use one rotation for all layers.
         codebook: `trellis` (default except for `prod`) loses a fifth to a third less than the paper's `lloyd_max` at 1
             to 3 bits, but encodes and decodes more slowly; more bits use Lloyd-Max levels with it. `uniform`: evenly
@@ -58,7 +57,6 @@ class TurboQuantOptions(MethodOptions):
     bits: Annotated[float, Limits(ge=1, le=6, multiple_of=0.5)] = 4
     estimator: Estimator = "mse"
     scalar: Scalar | None = None
-    rotation: RotationKind = "haar"
     shared_rotation: bool = False
     codebook: Codebook | None = None
     center: Center | None = None
@@ -93,6 +91,8 @@ class TurboQuantCodec(LinearCodec):
     options: TurboQuantOptions
     in_memory_order: ClassVar[bool] = True
     bit_choices: ClassVar[tuple[float, ...]] = (1, 2, 3, 4, 5, 6)
+    set_rows: tuple[torch.Tensor, ...]
+    """Rows of the basis of each channel set; with two sets they are set with the statistics."""
 
     def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -101,15 +101,13 @@ class TurboQuantCodec(LinearCodec):
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
         self.components = build_components(options.estimator, options.codebook, self.sets, context.device)
         self._rotations, self._sketches = self._build_rotations()
-        self.set_rows: tuple[torch.Tensor, ...] = ()
         if len(self.sets) == 1:
             self._set_basis(None)
 
     @classmethod
     def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
-        check_center(cls.name, options.center, side)
-        check_equalize(cls.name, options.equalize, side)
+        check_for_keys(cls.name, side, center=options.center, equalize=options.equalize)
         sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
         fields: tuple[Field, ...] = ()
         for index, (width, set_bits) in enumerate(sets):
@@ -123,8 +121,7 @@ class TurboQuantCodec(LinearCodec):
         """Rotations R and, for `prod`, sketches S of the channel sets, each float32 `[width, width]`."""
         seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
         rotations = tuple(
-            random_rotation(self.options.rotation, width, seed_of(f"rotation {index}"))
-            for index, (width, _) in enumerate(self.sets)
+            random_rotation(width, seed_of(f"rotation {index}")) for index, (width, _) in enumerate(self.sets)
         )
         sketches: tuple[torch.Tensor, ...] = ()
         if self.options.estimator == "prod":
@@ -174,7 +171,6 @@ class TurboQuantCodec(LinearCodec):
             self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        self.own_basis()
         x = self.equalize(x, self.statistics)
         fields: Fields = ()
         for index, rows in enumerate(self.set_rows):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcache_compress.methods.commvq import additive
+from kvcache_compress.methods.commvq.bit_encoder import logits
 from kvcache_compress.methods.commvq.calibration.em import (
     ComplexForm,
     Form,
@@ -18,7 +19,7 @@ from kvcache_compress.methods.commvq.calibration.em import (
     start_centres,
     train_residual,
 )
-from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits, train_encoder
+from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_loss, train_encoder
 
 HEADS, VECTORS, CENTRES, PAIRS = 2, 300, 8, 6
 FORMS = {"complex": ComplexForm(), "real": RealForm()}
@@ -125,11 +126,10 @@ def test_more_rounds_and_more_centres_lose_less(form: Form) -> None:
     assert (finer[:, 0] < losses[:, 0]).all()
 
 
-def test_encoder_learns_and_is_deterministic() -> None:
+def test_encoder_learns() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.nn.functional.normalize(torch.randn(2000, 4, generator=generator) @ torch.randn(4, 16), dim=-1)
-    network, loss = train_encoder(tokens, 16, EncoderSchedule(steps=300, batch=128), generator)
-    decoded = encoder_bits(network, tokens) @ network["codebook"]
-    assert loss == pytest.approx((tokens - decoded).square().sum(-1).mean().item())
-    assert loss < 0.3
-    assert torch.equal(encoder_bits(network, tokens), encoder_bits(network, tokens))
+    network = train_encoder(tokens, 16, EncoderSchedule(steps=300, batch=128), generator)
+    error = (tokens - (logits(network, tokens) > 0).float() @ network["codebook"]).square().sum(-1).mean().item()
+    assert error < 0.3
+    assert encoder_loss(network, tokens) == pytest.approx(error)

@@ -37,10 +37,7 @@ _SIDE = {"method": "commvq", "codebooks": codebook_file(32)}
 _TURBOQUANT = {"method": "turboquant", "bits": 3}
 CONTRACT = {
     "commvq": {"keys": _SIDE, "values": _SIDE},
-    "commvq-encoder": {
-        "keys": _TURBOQUANT,
-        "values": {"method": "commvq", "codebooks": codebook_file(32, encoder_bits=96)},
-    },
+    "commvq-encoder": {"keys": _TURBOQUANT, "values": {"method": "commvq", **encoder(32)}},
     "commvq-turboquant": {"keys": _SIDE, "values": _TURBOQUANT},
 }
 KERNEL_PAIRS = {
@@ -155,7 +152,7 @@ def test_left_padding_does_not_change_codes(switch: Any, caplog: pytest.LogCaptu
     if switch is not None:
         switch(model)
     for given in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}):
-        compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
+        compressed = CommVQCache(model.config, codebooks=path, sink_tokens=0, recent_tokens=0)
         with torch.no_grad():
             model(**given, **with_cache(compressed))
         assert compressed.packed_tokens >= 64
@@ -170,7 +167,10 @@ def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture
     model = small_model(**CONTRACT_MODEL)
     for _ in range(2):
         with torch.no_grad():
-            model(torch.ones(2, 90, dtype=torch.long), **with_cache(CommVQCache(model.config, codebook_file(32))))
+            model(
+                torch.ones(2, 90, dtype=torch.long),
+                **with_cache(CommVQCache(model.config, codebooks=codebook_file(32))),
+            )
     assert [record.message for record in caplog.records if "left-padded" in record.message] == caplog.messages
     assert len(caplog.messages) == 1
 
@@ -231,7 +231,7 @@ def test_the_papers_preset() -> None:
         model(torch.randint(1, 128, (1, 96)), **with_cache(compressed))
     report = compressed.memory_report()
     assert (report.packed_tokens, report.dense_tokens) == (96, 0)
-    assert set(report.fields()) == {"dense", "keys.codes", "keys.scale", "values.codes0", "values.scale", "rope"}
+    assert set(report.fields()) == {"dense", "keys.codes", "keys.scale", "values.codes", "values.scale", "rope"}
     keys = compressed.layers[0].sides["keys"]
     x = torch.randn(1, HEADS, 8, 32)
     still = torch.ones(1, 8, 16), torch.zeros(1, 8, 16)
@@ -241,8 +241,8 @@ def test_the_papers_preset() -> None:
 def test_options() -> None:
     config = LlamaConfig(**CONTRACT_MODEL)
     with pytest.raises(ValueError, match="bits=7 "):
-        CommVQCache(config, codebook_file(32), bits=7)
+        CommVQCache(config, codebooks=codebook_file(32), bits=7)
     with pytest.raises(ValueError, match="head_dim=72 "):
         get_method("commvq").layout(get_method("commvq").Options(), "keys", 72)
     with pytest.raises(ValueError, match=r"bits=2 .* 1\.5"):
-        CommVQCache(config, codebook_file(32, encoder_bits=96), value_bits=2)
+        CommVQCache(config, codebooks=codebook_file(32, encoder_bits=96), value_bits=2)

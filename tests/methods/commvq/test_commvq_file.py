@@ -24,19 +24,9 @@ def _model(**facts: Any) -> Callable[[Any, Any, Any], Any]:
     return lambda h, t, m: h["model"].update(facts)
 
 
-def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
-    """Change all tensors."""
-    return lambda h, t, m: t.update({name: change(x).contiguous().clone() for name, x in t.items()})
-
-
 DAMAGES: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "layer": (lambda h, t, m: t.pop("values.1.codebooks"), "it holds no values of layer 1"),
-    "shape": (_changed(lambda x: x[:, :, :, :15]), "damaged: keys of .* 15 centres"),
-    "one shape": (lambda h, t, m: t.update({"keys.2.codebooks": t["keys.2.codebooks"][:, :, :1].clone()}), "keys.2"),
-    "number": (lambda h, t, m: t.update({"keys.3.codebooks": t["keys.0.codebooks"].clone()}), "'keys.3.codebooks'"),
-    "name": (lambda h, t, m: t.update(other=torch.zeros(1).half()), "an unexpected tensor 'other'"),
-    "dtype": (_changed(torch.Tensor.float), "torch.float32"),
-    "heads": (_model(kv_heads=4), "an unexpected tensor 'keys.0.codebooks'"),
+    "heads": (_model(kv_heads=4), "kv_heads 4 in the file, 2 here"),
     "model": (_model(name="org/other"), "made for 'org/other', not for 'org/tiny'.*any_model"),
 }
 
@@ -48,7 +38,7 @@ def test_files_that_do_not_fit(name: str) -> None:
     config = LlamaConfig(**CONTRACT_MODEL, name_or_path="org/tiny")
     path = damaged(change)
     with pytest.raises(ValueError, match=rf"codebooks='.*damaged.safetensors' for commvq: .*{message}") as refused:
-        CommVQCache(config, path)
+        CommVQCache(config, codebooks=path)
     assert len(str(refused.value)) < 1000
     assert "\n" not in str(refused.value)
 
@@ -57,13 +47,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     config = LlamaConfig(**CONTRACT_MODEL)
     (tmp_path / "x.safetensors").write_bytes(Path(codebook_file(32)).read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"damaged, or not a safetensors file"):
-        CommVQCache(config, tmp_path / "x.safetensors")
+        CommVQCache(config, codebooks=tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"nowhere.safetensors' for commvq: no such file. .*calibrate"):
-        CommVQCache(config, tmp_path / "nowhere.safetensors")
+        CommVQCache(config, codebooks=tmp_path / "nowhere.safetensors")
     with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
         CommVQCache(config)
     path = damaged(lambda h, t, m: t["keys.0.codebooks"].view(-1)[3:4].fill_(torch.nan))
-    broken = CommVQCache(config, path)
+    broken = CommVQCache(config, codebooks=path)
     with pytest.raises(ValueError, match=r"keys.0.codebooks holds NaN"), torch.no_grad():
         broken.update(torch.ones(1, 2, 200, 32), torch.ones(1, 2, 200, 32), 0)
 
@@ -85,5 +75,5 @@ def test_names_of_models(one: str, other: str, same: bool) -> None:
     path = damaged(_model(name=one))
     if not same:
         with pytest.raises(ValueError, match="If both have the same weights"):
-            CommVQCache(config, path)
-    CommVQCache(config, path, any_model=not same)
+            CommVQCache(config, codebooks=path)
+    CommVQCache(config, codebooks=path, any_model=not same)

@@ -220,14 +220,11 @@ def test_weights_leave_the_dense_tokens_out() -> None:
     ("change", "message"),
     [
         (lambda tensors: tensors.pop("keys.1.means"), r"it holds no keys of layer 1 \(means\)"),
-        (lambda tensors: tensors.update({"keys.0.basis": torch.zeros(1, 3, 3)}), "damaged: an unexpected tensor"),
         (lambda tensors: tensors["keys.0.deviation"].fill_(torch.nan), "holds NaN or infinity"),
-        (lambda tensors: tensors["keys.0.deviation"].fill_(0.0), "keys.0.deviation holds numbers of zero or less"),
-        (lambda tensors: tensors["keys.0.basis"].fill_(0.0), "keys.0.basis has no inverse"),
     ],
 )
 def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
-    """Files that lack a layer, or hold what does not fit the model, are refused by name."""
+    """Files that lack a layer or hold NaN are refused by name."""
     config = small_config()
     tensors = {name: x.clone() for name, x in random_statistics(config).items()}
     change(tensors)

@@ -102,7 +102,7 @@ PAIRS = {
     "centred-fractional": (tq(2.5, center="on"), tq(2)),
     "qjl-of-30-bytes": (("qjl", {"sketch_dim": 240}), tq(4)),
     "prod-3-2": (prod(3), prod(2)),
-    "prod-1": (prod(1, sketch="gaussian", rotation="haar"), prod(1)),
+    "prod-1": (prod(1, sketch="gaussian"), prod(1)),
     "prod-fractional": (prod(2.5, center="on"), prod(3.5)),
     "kivi-2-4": (kivi(2), kivi(4)),
     "kivi-3": (kivi(3), kivi(3)),

@@ -64,7 +64,7 @@ def main(folder: str, results: str, codebooks: str, encoder: str, statistics: st
     for name, fused, config in cases(codebooks, statistics):
         found[f"{name}-{fused}"] = tuple(generate(sharded, fused, config))
     try:
-        generate(sharded, True, CommVQCache(sharded.config, encoder).compression)
+        generate(sharded, True, CommVQCache(sharded.config, codebooks=encoder).compression)
     except ValueError as error:
         found["encoder"] = str(error)
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()

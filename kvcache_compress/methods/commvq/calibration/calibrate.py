@@ -20,14 +20,15 @@ from kvcache_compress.methods.commvq.codebook_file import (
     ALLOWED_CENTRES,
     CENTRES,
     code_bits,
+    codebook_facts,
     group_count,
     rounds_for,
     write_codebooks,
 )
 from kvcache_compress.modeling.calibration.text import Report, read_windows
-from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.modeling.facts import calibrated_layers, head_shape
 
-from .collect import calibrated_layers, collect, read_layer
+from .collect import collect, read_layer
 from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
 from .encoder import EncoderSchedule, encoder_loss, train_encoder
 
@@ -68,12 +69,11 @@ class CommVQSettings:
     encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
 
     def __post_init__(self) -> None:
-        centres = ALLOWED_CENTRES["keys"]
         rounds = range(1, MOST_ROUNDS + 1)
         for name, fits, must in (
             ("bits", self.bits in (1, 2), "be 1 or 2"),
             ("values", self.values in ("residual", "encoder"), "be 'residual' or 'encoder'"),
-            ("centres", self.centres in centres, f"be one of {', '.join(map(str, centres))}"),
+            ("centres", self.centres in ALLOWED_CENTRES, f"be one of {', '.join(map(str, ALLOWED_CENTRES))}"),
             ("groups", self.groups is None or self.groups >= 1, "be at least 1"),
             ("context", self.context >= 2, "be at least 2"),
             ("tokens", self.tokens >= 2 * self.context, f"make at least two windows of {self.context}"),
@@ -90,11 +90,7 @@ class CommVQSettings:
         return cls(**short | changes)
 
     def groups_of(self, head_dim: int) -> int:
-        """Groups of a head of `head_dim` channels.
-
-        Raises:
-            ValueError: pairs of channels cannot be divided into so many groups.
-        """
+        """Groups of a head of `head_dim` channels."""
         groups = self.groups or group_count(head_dim)
         if head_dim % (2 * groups):
             fitting = ", ".join(str(n) for n in range(1, head_dim // 2 + 1) if head_dim % (2 * n) == 0)
@@ -102,11 +98,9 @@ class CommVQSettings:
         return groups
 
     def rounds(self, side: Side, head_dim: int) -> int:
-        """Rounds of a side.
-
-        Raises:
-            ValueError: as `groups_of`, or no number of rounds comes near the bits.
-        """
+        """Rounds of a side; the encoder counts as one."""
+        if side == "values" and self.values == "encoder":
+            return 1
         groups = self.groups_of(head_dim)
         chosen = self.key_rounds if side == "keys" else self.value_rounds
         if chosen:
@@ -135,16 +129,7 @@ def calibrate_commvq(
     The keys and values of the text lie in a temporary folder beside the output. Memory holds the model and those of the
     layer in training.
 
-    Args:
-        model: the model; training happens on its device.
-        tokenizer: its tokenizer.
-        text: text files, or a dataset on the hub (see `read_windows`).
-        output: the file to write; an existing one is replaced at the end.
-        settings: settings of the training; 2 bits by default.
-        report: called as work proceeds.
-
-    Returns:
-        The losses by layer, as in the file: mean squared error of normalized vectors (see `train_side`).
+    Training happens on the model's device. Returns the losses by layer, as in the file (see `train_side`).
 
     Raises:
         ValueError: CommVQ does not support the model, the text cannot be read or is too short, keys are not finite, or
@@ -155,11 +140,10 @@ def calibrate_commvq(
     check_output(output)
     config = model.config.get_text_config(decoder=True)
     layers = calibrated_layers(config)
+    codebook_facts(config)  # refuses a model without RoPE
     head_dim, heads, _ = head_shape(config)
     # An unfit setting is refused before the text is read.
-    steps = {side: settings.rounds(side, head_dim) for side in SIDES}
-    if settings.values == "encoder":
-        steps["values"] = settings.encoder.steps
+    rounds = sum(settings.rounds(side, head_dim) for side in SIDES)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
     parts = split_windows(windows)
     data: dict[str, Any] = {"windows": len(parts[0]), "held_out_windows": len(parts[1])}
@@ -173,7 +157,7 @@ def calibrate_commvq(
         on_step = _counter(report, "reading text", len(windows))
         for part, place in zip(parts, folders, strict=True):
             collect(model, part, place, layers, on_step)
-        on_step = _counter(report, "training", sum(steps.values()) * len(layers))
+        on_step = _counter(report, "training", rounds * len(layers))
         for layer in layers:
             for side in SIDES:
                 states, others = (read_layer(place, layer, side, heads, head_dim).to(model.device) for place in folders)
@@ -207,19 +191,19 @@ def train_side(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Train one side of a layer on states `[H, tokens, head_dim]`, keys before RoPE with pairs interleaved.
 
-    Returns:
-        The tensors of the file by name, and the losses. A loss is the mean squared error of normalized vectors: of each
-        head after each round (`rounds`), or of the encoder's tokens (`encoder`); under `held_out` that of states
-        `held_out`, which are not trained on.
+    Returns the tensors of the file by name, and the losses: mean squared errors of normalized vectors of each head
+    after each round, of the `states` (`rounds`) and of the states `held_out`, which are not trained on. The encoder
+    counts as one round of one head, since it codes the heads of a token together.
     """
     generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
     started = time.perf_counter()
     heads, _, head_dim = states.shape
     if side == "values" and settings.values == "encoder":
         tokens, others = (normalize(x.float().transpose(0, 1).flatten(1), dim=-1) for x in (states, held_out))
-        tensors, loss = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator, on_step)
-        encoder_losses: dict[str, Any] = {"encoder": loss, "held_out": encoder_loss(tensors, others)}
-        return tensors, encoder_losses | {"seconds": time.perf_counter() - started}
+        network = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator)
+        on_step()
+        ends = {"rounds": [[encoder_loss(network, tokens)]], "held_out": [[encoder_loss(network, others)]]}
+        return network, {**ends, "seconds": time.perf_counter() - started}
     groups = settings.groups_of(head_dim)
 
     def by_group(states: torch.Tensor) -> torch.Tensor:

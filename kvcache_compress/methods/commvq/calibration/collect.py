@@ -8,28 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.codecs.base import SIDES, Side
-from kvcache_compress.modeling.decoder import cache_argument, head_dim_of, is_full_attention
-from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
-
-
-def calibrated_layers(config: PreTrainedConfig) -> list[int]:
-    """Decoder layers that CommVQ can compress: those with full attention and RoPE.
-
-    Raises:
-        ValueError: the model has none.
-    """
-    head_dim = head_dim_of(config) if getattr(config, "num_attention_heads", None) else None
-    if head_dim is None or rope_layout(config, head_dim) is None:
-        raise ValueError(f"{config.model_type} has no rotary position embeddings of a known kind: commvq needs them")
-    kinds = DynamicCache(config=config).layers
-    layers = [i for i, kind in enumerate(kinds) if is_full_attention(kind) and layer_has_rope(config, i)]
-    if not layers:
-        raise ValueError(f"{config.model_type} has no full-attention layer with rotary position embeddings")
-    return layers
+from kvcache_compress.modeling.decoder import cache_argument, head_dim_of
+from kvcache_compress.modeling.rope import RopeLayout, rope_layout, rotary_embedding
 
 
 def _layer_file(folder: Path, layer: int, side: Side) -> Path:

@@ -171,11 +171,7 @@ def train_round(
 def hard_steps(
     x: torch.Tensor, form: Form, centres: torch.Tensor, steps: int, tolerance: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run at most `steps` hard-EM steps.
-
-    Returns:
-        The new centres, the codes of `x`, and the mean loss before the first and after each step, `[steps + 1, B]`.
-    """
+    """Run at most `steps` hard-EM steps: new centres, codes of `x`, and the mean loss before and after each step."""
     codes, loss = form.assign(x, centres)
     losses = [loss]
     for _ in range(steps):
@@ -199,8 +195,7 @@ def train_residual(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Train round after round, each on the residuals of the rounds before, for float32 vectors `[B, n, d]`.
 
-    Returns:
-        Centres `[B, R, N, d]`, rounded to float16, and the mean squared residual after each round, `[B, R]`.
+    Returns centres `[B, R, N, d]`, rounded to float16, and the mean squared residual after each round, `[B, R]`.
     """
     books, losses = [], []
     for _ in range(rounds):

@@ -8,14 +8,14 @@ ends at the deterministic codes of inference; the codebook is then the least-squ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
+
+from kvcache_compress.methods.commvq.bit_encoder import logits
 
 _RIDGE = 1e-4
-"""Weight of the trained codebook in the final least-squares solve, relative to the mean uses of a row."""
+"""Weight of the trained codebook in the least-squares one, relative to the mean uses of a row: unused rows stay."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,10 @@ class EncoderSchedule:
     hidden: int = 4
 
 
-def encoder_bits(network: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Bits `[n, bits]` of normalized tokens `[n, H * D]`, as floats 0 and 1."""
-    return (_logits(network, tokens) > 0).to(tokens.dtype)
-
-
-def _logits(network: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    hidden = F.gelu(F.linear(tokens, network["weight1"], network["bias1"]))
-    return F.linear(hidden, network["weight2"], network["bias2"])
-
-
 def train_encoder(
-    tokens: torch.Tensor,
-    bits: int,
-    schedule: EncoderSchedule,
-    generator: torch.Generator,
-    on_step: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, torch.Tensor], float]:
-    """Train the encoder on normalized tokens `[n, H * D]`, float32.
-
-    Returns:
-        `weight1`, `bias1`, `weight2`, `bias2` and `codebook` (see `codebook_file`), and the mean squared error.
-    """
+    tokens: torch.Tensor, bits: int, schedule: EncoderSchedule, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Train the encoder on normalized float32 tokens `[n, H * D]`; tensors are rounded to float16."""
     width = tokens.shape[1]
     hidden = schedule.hidden * width
 
@@ -69,30 +51,25 @@ def train_encoder(
     decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.learning_rate, total_steps=schedule.steps)
     for step in range(schedule.steps):
         batch = tokens[torch.randint(len(tokens), (schedule.batch,), generator=generator).to(tokens.device)]
-        logits = _logits(network, batch)
-        uniform = torch.rand(logits.shape, generator=generator).clamp_(1e-6, 1 - 1e-6).to(tokens)
-        soft = torch.sigmoid(logits + max(0.0, 1 - 1.25 * step / schedule.steps) * torch.logit(uniform))
+        uniform = torch.rand((len(batch), bits), generator=generator).clamp_(1e-6, 1 - 1e-6).to(tokens)
+        noise = max(0.0, 1 - 1.25 * step / schedule.steps) * torch.logit(uniform)
+        soft = torch.sigmoid(logits(network, batch) + noise)
         hard = (soft > 0.5).to(soft) - soft.detach() + soft
-        loss = (batch - hard @ network["codebook"]).square().sum(-1).mean()
         optimizer.zero_grad()
-        loss.backward()
+        (batch - hard @ network["codebook"]).square().sum(-1).mean().backward()
         optimizer.step()
         decay.step()
-        on_step()
     trained = {name: tensor.detach().half().to(tokens) for name, tensor in network.items()}
-    codes = encoder_bits(trained, tokens)
-    trained["codebook"] = _least_squares(codes, tokens, trained["codebook"]).half().to(tokens)
-    return trained, encoder_loss(trained, tokens)
+    codes = (logits(trained, tokens) > 0).to(tokens)
+    gram = (codes.mT @ codes).double()
+    ridge = _RIDGE * gram.diagonal().mean().clamp_min(1e-9)
+    gram.diagonal().add_(ridge)
+    sums = (codes.mT @ tokens).double() + ridge * trained["codebook"].double()
+    trained["codebook"] = torch.linalg.solve(gram, sums).half().to(tokens)
+    return trained
 
 
 def encoder_loss(network: dict[str, torch.Tensor], tokens: torch.Tensor) -> float:
     """Mean squared error of normalized tokens `[n, H * D]`."""
-    return (tokens - encoder_bits(network, tokens) @ network["codebook"]).square().sum(-1).mean().item()
-
-
-def _least_squares(codes: torch.Tensor, tokens: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """Codebook with the least squared error for these codes; unused rows stay."""
-    gram = (codes.mT @ codes).double()
-    ridge = _RIDGE * gram.diagonal().mean().clamp_min(1e-9)
-    gram.diagonal().add_(ridge)
-    return torch.linalg.solve(gram, (codes.mT @ tokens).double() + ridge * codebook.double()).to(tokens)
+    codes = (logits(network, tokens) > 0).to(tokens)
+    return (tokens - codes @ network["codebook"]).square().sum(-1).mean().item()
