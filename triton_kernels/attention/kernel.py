@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kvcache_compress.triton_kernels.common.codes import PackedTile
 from kvcache_compress.triton_kernels.common.eras import era_part
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -139,14 +140,6 @@ def _zero_tiles(M: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _rescaled(b_tiles, b_factor):
-    b_scaled = ()
-    for i in tl.static_range(len(b_tiles)):
-        b_scaled = b_scaled + (b_tiles[i] * b_factor[None, :],)
-    return b_scaled
-
-
-@triton.jit
 def _logits(
     b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -222,29 +215,22 @@ def _dense_segment(
 
 @triton.jit
 def _packed_tile(
-    b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
-    start, stop, n_sinks, i_k, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
+    b_q, keys, values, rows, start, n_sinks, b_factor, b_bias, b_m, b_l, b_acc,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
+    EVEN: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the packed tokens `[start, start + BLOCK)`, before `stop`."""
+    """Online softmax over the packed tokens of a tile, of which `start` is the first."""
     # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
     KIND: tl.constexpr = MASKING.kind if MASKING.packed else NO_MASK
     ABSOLUTE: tl.constexpr = MASKING.softcap or KIND == FLOAT_MASK
+    BLOCK: tl.constexpr = keys.o_t.shape[0]
     K_META: tl.constexpr = K.meta
     V_META: tl.constexpr = V.meta
-    o_t = tl.arange(0, BLOCK)
-    m_t = start + o_t < stop
-    if EVEN:
-        m_t = tl.full([BLOCK], True, tl.int1)
-    b_s = SCORE(
-        b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_k, k_capacity,
-        o_keys + start, o_t, m_t, K_META, FAST,
-    )  # fmt: skip
+    b_s = SCORE(b_q, keys, K_META, FAST)
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
     b_offset = b_bias - b_base if K.bias else -b_base
     b_s = b_s * b_factor[None, :] + b_offset[None, :]
-    b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, KIND, False, EVEN)
+    b_s = _logits(b_s, rows, keys.o_t, keys.m_t, n_sinks + start, MASKING, KIND, False, EVEN)
     b_tops = tl.max(tl.reshape(b_s, [BLOCK // 8, 8, b_m.shape[0]]), 0)
     m_larger = b_tops > (b_m - b_base)[None, :]
     if tl.max(m_larger.to(tl.int32)) > 0:
@@ -254,16 +240,13 @@ def _packed_tile(
             b_s += (b_base - _finite(b_new))[None, :]
         b_decay = tl.exp2(b_m - _finite(b_new))
         b_l *= b_decay[None, :]
-        b_acc = _rescaled(b_acc, b_decay)
+        b_acc = [b_sum * b_decay[None, :] for b_sum in b_acc]
         b_m = b_new
     if ABSOLUTE:
         b_s -= _finite(b_m)[None, :]
     b_p = tl.exp2(b_s)
     b_l += tl.sum(tl.reshape(b_p, [BLOCK // 8, 8, b_m.shape[0]]), 0)
-    b_acc = ACCUMULATE(
-        b_p, v_fields, v_tables, v_words, i_h, v_capacity, o_values + start, o_t, m_t, b_acc, V_META, DTYPE, FAST,
-    )  # fmt: skip
-    return b_m, b_l, b_acc
+    return b_m, b_l, ACCUMULATE(b_p, values, b_acc, V_META, DTYPE, FAST)
 
 
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
@@ -349,10 +332,16 @@ def attend_kernel(
                 b_group = b_group + (tl.load(p_shift + o_group + o_r, mask=m_r, other=0.0),)
             else:
                 b_group = b_q
+            o_t = tl.arange(0, BLOCK)
+            m_t = tl.full([BLOCK], True, tl.int1) if EVEN else start + o_t < stop
+            k_tile = PackedTile(
+                keys[FIELDS:], k_tables, k_words, p_rope + start // K.group * K.rope, i_k, k_capacity, o_keys + start,
+                o_t, m_t,
+            )  # fmt: skip
+            v_tile = PackedTile(values[FIELDS:], v_tables, v_words, p_rope, i_h, v_capacity, o_values + start, o_t, m_t)
             b_m, b_l, b_acc = _packed_tile(
-                b_group, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
-                start, stop, n_sinks, i_k, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias,
-                b_m, b_l, b_acc, SCORE, ACCUMULATE, K, V, MASKING, BLOCK, EVEN, DTYPE, FAST,
+                b_group, k_tile, v_tile, rows, start, n_sinks, b_factor, b_bias, b_m, b_l, b_acc,
+                SCORE, ACCUMULATE, K, V, MASKING, EVEN, DTYPE, FAST,
             )  # fmt: skip
         b_total = tl.sum(b_l, 0)
         p_acc += ((i_bh * splits + i_s) * n_rows) * V_WIDTH

@@ -34,14 +34,7 @@ MAPPED, ATTENDED = ("p_mapped", "p_rows", "p_turned", "p_shift"), ("p_acc", "p_d
 
 
 class Sizes(NamedTuple):
-    """Division of a call's packed tokens among programs.
-
-    Attributes:
-        split_tokens: tokens per split.
-        splits: number of splits.
-        even: True if packed tokens fill every tile.
-        tile: the tile.
-    """
+    """Tokens per split, number of splits, whether packed tokens fill every tile, and the tile."""
 
     split_tokens: int
     splits: int
@@ -55,7 +48,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     With slots (`keys.slots`), the call's mask is over tokens, as for `Slots.mask`.
     """
     query, mask, eras = call.query.contiguous(), call.mask.tensor, keys.eras
-    scaling, softcap, s_aux = call.scaling, call.softcap, call.s_aux
+    s_aux = call.s_aux
     if len(eras) == 1:
         k_side, v_side, packed = eras[0].codec.kernel_side, values.codec.kernel_side, query
     else:
@@ -77,20 +70,16 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     changing = inputs | ({"p_out": out} if s_aux is None else {"p_out": out, "p_s_aux": s_aux})
     if slot_mask is not None:
         changing |= slot_mask.inputs
-    pointers, aligned, narrow = addresses(changing)
-    repeatable = aligned and narrow
+    pointers, repeatable = addresses(changing)
     key = (
         like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
-        inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
+        inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, call.scaling, call.softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
         None if slot_mask is None else slot_mask.key, k_side.prologue and keys.store.capacity,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
-        calls = attention_calls(
-            query, k_side, keys, values, inputs, mask_kind, sizes, out,
-            scaling=scaling, softcap=softcap, s_aux=s_aux, slot_mask=slot_mask,
-        )  # fmt: skip
+        calls = attention_calls(call, query, k_side, keys, values, inputs, mask_kind, sizes, out, slot_mask)
         scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
         scratch |= {name: calls[-2][2][name] for name in ATTENDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
@@ -105,23 +94,29 @@ def attend_inputs(
 
     `packed` is the slots' number of packed tokens, or the keys' eras, or any tensor if there is neither.
     """
-    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys)
+    mask_kind, strides = NO_MASK, (0, 0, 0, 0)
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], keys.tokens)
+        mask_kind, strides = FLOAT_MASK, mask.stride()
+        if mask.dtype == torch.bool:
+            mask, mask_kind = mask.view(torch.uint8), BOOL_MASK
     k_store, v_store, k_tail, v_tail = keys.store, values.store, keys.tail_buffer, values.tail_buffer
     rope = None if keys.track is None else keys.track.buffer
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
         p_q=query, keys=(keys.sinks.contiguous(), k_tail, *k_store.buffers),
         values=(values.sinks.contiguous(), v_tail, *v_store.buffers),
-        p_rope=query if rope is None else rope, p_mask=mask_operand,
+        p_rope=query if rope is None else rope, p_mask=query if mask is None else mask,
         p_packed=packed, n_packed=keys.packed, n_tail=keys.tail_tokens,
         split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity,
         k_tail_capacity=k_tail.shape[2], v_tail_capacity=v_tail.shape[2],
         rope_capacity=0 if rope is None else rope.shape[1],
-        s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
+        s_mask_b=strides[0], s_mask_h=strides[1], s_mask_n=strides[2], s_mask_t=strides[3],
     )  # fmt: skip
-    return inputs, mask_kind
+    return inputs, mask_kind.value
 
 
 def attention_calls(
+    call: AttentionCall,
     query: torch.Tensor,
     k_side: KernelSide,
     keys: View,
@@ -130,22 +125,18 @@ def attention_calls(
     mask_kind: int,
     sizes: Sizes,
     out: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     slot_mask: SlotMask | None = None,
 ) -> list[KernelCall]:
     """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
 
-    `query` is contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`. Intermediate
-    results are among the calls' arguments.
+    `query` is the call's, contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`.
+    Intermediate results are among the launches' arguments.
     """
     (batch, query_heads, count, dk), heads, dv = query.shape, keys.sinks.shape[1], values.sinks.shape[3]
-    groups = query_heads // heads
+    softcap, s_aux, groups = call.softcap, call.s_aux, query_heads // heads
     rows = groups * count
     v_side: KernelSide = values.codec.kernel_side
-    grid, mapped = map_query_arguments(query, k_side, heads, scaling)
+    grid, mapped = map_query_arguments(query, k_side, heads, call.scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
     if k_side.prologue is not None:
         calls.append(k_side.prologue(k_side, mapped, inputs, keys.slots is not None))
@@ -166,7 +157,7 @@ def attention_calls(
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, sum(v_side.widths), dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
-        n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
+        n_sinks=keys.sinks.shape[2], scaling=call.scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function, K=k_form, V=v_form, MASKING=masking,
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
         FAST=is_fast(query.dtype), num_warps=tile.warps, num_stages=tile.stages, **launch_options(),
@@ -237,14 +228,3 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _mask_operand(
-    mask: torch.Tensor | None, query: torch.Tensor, keys: View
-) -> tuple[torch.Tensor, int, tuple[int, ...]]:
-    if mask is None:
-        return query, NO_MASK.value, (0, 0, 0, 0)
-    mask = mask.expand(*query.shape[:3], keys.tokens)
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8), BOOL_MASK.value, mask.stride()
-    return mask, FLOAT_MASK.value, mask.stride()

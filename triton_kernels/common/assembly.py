@@ -17,19 +17,10 @@ from kvcache_compress.codecs.layout import padded_words
 from .codes import load_words
 
 
-def text(*lines: str) -> tl.constexpr:
-    """Block of assembly with its own registers r0 to r15."""
-    return tl.constexpr("{\n.reg .b32 r<16>;\n" + "\n".join(f"{line};" for line in lines) + "\n}")
-
-
-def registers(outputs: int, inputs: int) -> tl.constexpr:
-    """Register constraints of a block of assembly."""
-    return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
-
-
-def block(lines: tl.constexpr, outputs: int, inputs: int) -> tl.constexpr:
-    """Block of assembly and its register constraints, as `assembled` takes them."""
-    return tl.constexpr((lines.value, registers(outputs, inputs).value))
+def block(outputs: int, inputs: int, *lines: str) -> tl.constexpr:
+    """Assembly with registers r0 to r15 of its own, and the constraints of its operands, as `assembled` takes them."""
+    text = "{\n.reg .b32 r<16>;\n" + "\n".join(f"{line};" for line in lines) + "\n}"
+    return tl.constexpr((text, ",".join(["=&r"] * outputs + ["r"] * inputs)))
 
 
 def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
@@ -50,8 +41,7 @@ def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, 
     ]
 
 
-HALF = text("prmt.b32 r0, $3, $4, 0x0072", "prmt.b32 $0, $1, $2, r0")
-HALF_REGISTERS = registers(1, 4)
+HALF = block(1, 4, "prmt.b32 r0, $3, $4, 0x0072", "prmt.b32 $0, $1, $2, r0")
 
 
 @triton.jit
@@ -63,33 +53,31 @@ def assembled(BLOCK: tl.constexpr, b_inputs, COUNT: tl.constexpr = 8):
 
 
 @triton.jit
-def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+def load_bytes(p_words, tile, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
     """Load the words of a one-bit plane, int32 `[T, PADDED]`: column c holds four neighbours, its own in byte `c % 4`.
 
     Loaded as bytes they would make the tensor cores' operands four tokens deep and move every other operand.
     """
     p_fours = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
-    b_fours = load_words(p_fours, o_row, o_t, m_t, WORDS // 4, PADDED // 4, COUNT // 4)
-    b_fours = tl.broadcast_to(b_fours[:, :, None], [o_t.shape[0], PADDED // 4, 4])
-    return tl.reshape(b_fours, [o_t.shape[0], PADDED])
+    b_fours = load_words(p_fours, tile, WORDS // 4, PADDED // 4, COUNT // 4)
+    b_fours = tl.broadcast_to(b_fours[:, :, None], [tile.o_t.shape[0], PADDED // 4, 4])
+    return tl.reshape(b_fours, [tile.o_t.shape[0], PADDED])
 
 
 @triton.jit
-def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+def load_halves(p_words, b_places, tile, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
     """Load the words of a two-bit plane, int16 `[T, PADDED]`, as 32-bit words.
 
     With few words per token the compiler would load them one by one, and move every level instead of the words.
     """
     if PADDED >= 16:
-        b_words = load_words(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_words(p_words, tile, WORDS, PADDED, COUNT)
     else:
         p_twos = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
-        b_twos = load_words(p_twos, o_row, o_t, m_t, WORDS // 2, PADDED // 2, COUNT // 2)
-        b_twos = tl.broadcast_to(b_twos[:, :, None], [o_t.shape[0], PADDED // 2, 2])
-        b_words = tl.inline_asm_elementwise(
-            HALF, HALF_REGISTERS, [tl.reshape(b_twos, [o_t.shape[0], PADDED]), b_places],
-            dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
+        b_twos = load_words(p_twos, tile, WORDS // 2, PADDED // 2, COUNT // 2)
+        b_twos = tl.broadcast_to(b_twos[:, :, None], [tile.o_t.shape[0], PADDED // 2, 2])
+        b_twos = tl.reshape(b_twos, [tile.o_t.shape[0], PADDED])
+        b_words = tl.inline_asm_elementwise(HALF[0], HALF[1], (b_twos, b_places), dtype=tl.int16, is_pure=True, pack=2)
     return b_words
 
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .assembly import assembled, block, joined, load_bytes, load_halves, text, transposed
-from .codes import load_columns, load_words, tile_width
+from .assembly import assembled, block, joined, load_bytes, load_halves, transposed
+from .codes import load_codes, load_columns, load_words, low_plane, tile_width
 
 UNIT = tl.constexpr(2.0**-24)
 """Value of the lowest bit of a float16 number, the smallest above zero."""
@@ -25,7 +25,7 @@ def place(field, bits):
     return bits * (field % (10 // bits))
 
 
-def _placed(bits: int) -> tl.constexpr:
+def _placed(bits: int) -> list[str]:
     """Mask codes where they lie: subnormal float16 numbers, `code · 2^(place - 24)`."""
     lines, fields = [], list(range(8))
     if bits == 1:
@@ -50,31 +50,30 @@ def _placed(bits: int) -> tl.constexpr:
         for field in run:
             mask = (2**bits - 1) * 0x10001 << bits * (field % (10 // bits))
             lines.append(f"and.b32 ${field}, {register}, {mask:#x}")
-    return text(*lines)
+    return lines
 
 
-PLACED_ONE, PLACED_TWO, PLACED_FOUR = (block(_placed(bits), 8, inputs) for bits, inputs in ((1, 4), (2, 1), (4, 2)))
+PLACED_ONE, PLACED_TWO, PLACED_FOUR = (block(8, inputs, *_placed(bits)) for bits, inputs in ((1, 4), (2, 1), (4, 2)))
 
 
 @triton.jit
-def placed(
-    p_low, words, o_row, o_t, m_t,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
-    VALUES: tl.constexpr,
-):  # fmt: skip
+def placed(tile, CODES: tl.constexpr, VALUES: tl.constexpr):
     """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `lookup.levels`.
 
     This costs one instruction per two codes, and at most one to put the next fields in place.
     """
-    COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and BITS > 1
+    BITS: tl.constexpr = CODES.bits
+    PADDED: tl.constexpr = CODES.padded
+    COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and CODES.words == PADDED and BITS > 1
+    p_words, words = low_plane(tile, CODES), tile.words
     if BITS == 1:
-        b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_bytes(p_words, tile, CODES.words, PADDED, CODES.count)
     elif COLUMNS:
-        b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+        b_words = load_columns(p_words, tile, CODES.words)
     elif BITS == 2 and PADDED < 16:
-        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_halves(p_words, words[len(words) - 1], tile, CODES.words, PADDED, CODES.count)
     else:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_words(p_words, tile, CODES.words, PADDED, CODES.count)
     if BITS == 1:
         b_codes = assembled(PLACED_ONE, (b_words, words[len(words) - 1]))
     else:
@@ -87,12 +86,14 @@ def placed(
 
 
 @triton.jit
-def placed_codes(b_codes, PADDED: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Tiles of `placed` from the codes that `load_codes` returns, as multiples of `UNIT`: the portable path."""
-    WIDTH: tl.constexpr = tile_width(PADDED)
+def placed_codes(tile, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """Tiles of `placed` as multiples of `UNIT`: the portable path."""
+    BITS: tl.constexpr = CODES.bits
+    WIDTH: tl.constexpr = tile_width(CODES.padded)
+    b_codes = load_codes(tile, CODES)
     b_tiles = ()
     for i in tl.static_range(len(b_codes)):
-        o_field = i * (WIDTH // PADDED) + tl.arange(0, WIDTH) // PADDED
+        o_field = i * (WIDTH // CODES.padded) + tl.arange(0, WIDTH) // CODES.padded
         b_tiles = b_tiles + ((b_codes[i] << (BITS * (o_field % (10 // BITS)))[None, :]).to(DTYPE),)
     return b_tiles
 

@@ -3,7 +3,7 @@
 Four-bit codes look up magnitudes, and their top bit is the sign: they count from zero outwards (`lloyd_max.outward`).
 Uniform levels of four bits ascend and need no table: a code in the mantissa of 1024 is a number.
 
-`levels` returns one tile per field j of a token's words (see `codes.py`).
+`levels` and `trellis_levels` return one tile per field j of a token's words (see `codes.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, places, text, transposed
-from .codes import in_halves, load_columns, load_words
+from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, transposed
+from .codes import high_plane, in_halves, load_columns, load_words, low_plane
 
 
-def _two_bits() -> tl.constexpr:
+def _two_bits() -> list[str]:
     lines = [
         "prmt.b32 r0, $8, 0, 0x3120",  # bytes of A and B alternate
         "and.b32 r1, r0, 0x33333333",  # even fields
@@ -30,10 +30,10 @@ def _two_bits() -> tl.constexpr:
     table = ("$9", "$9", "$11", "$11")
     for selectors, field in (("r1", 0), ("r2", 1), ("r3", 4), ("r4", 5)):
         lines += pairs(selectors, table, (f"${field}", f"${field + 2}"))
-    return text(*lines)
+    return lines
 
 
-def _three_bits() -> tl.constexpr:
+def _three_bits() -> list[str]:
     """Unpack three-bit codes: the bit from the high plane moves to bit 2 of the nibble with the low bits."""
     lines = [
         "lop3.b32 r0, $11, $12, 0x0f0f, 0xe4",
@@ -54,10 +54,10 @@ def _three_bits() -> tl.constexpr:
     ]
     for selectors, field in (("r3", 0), ("r4", 1), ("r5", 4), ("r6", 5)):
         lines += pairs(selectors, ("$13", "$15", "$17", "$19"), (f"${field}", f"${field + 2}"))
-    return text(*lines)
+    return lines
 
 
-def four_bits(a: str, b: str, *tables: tuple[str, str, str, str]) -> tl.constexpr:
+def four_bits(a: str, b: str, *tables: tuple[str, str, str, str]) -> list[str]:
     """Look up the four-bit codes of words A and B in tables of magnitudes, which follow each other in the outputs."""
     lines = []
     for half, order in ((0, "0x5140"), (1, "0x7362")):
@@ -72,10 +72,10 @@ def four_bits(a: str, b: str, *tables: tuple[str, str, str, str]) -> tl.constexp
             for number, table in enumerate(tables):
                 field = 8 * number + 4 * half + part
                 lines += pairs(selectors, table, (f"${field}", f"${field + 1}"), "r6")
-    return text(*lines)
+    return lines
 
 
-def _four_even_bits() -> tl.constexpr:
+def _four_even_bits() -> list[str]:
     """Unpack uniform four-bit codes to 4 (code - 7.5), exactly.
 
     A code at bit 2 of the mantissa of 1024 makes 1024 + 4 code, less 1054; at bit 6, 1024 + 64 code, over 16, less 94.
@@ -91,12 +91,120 @@ def _four_even_bits() -> tl.constexpr:
                 f"lop3.b32 r3, {register}, 0x03c003c0, 0x64006400, 0xea",
                 f"fma.rn.f16x2 ${field + 1}, r3, r5, r6",
             ]
-    return text(*lines)
+    return lines
 
 
-TWO_BITS, THREE_BITS = block(_two_bits(), 8, 5), block(_three_bits(), 8, 13)
-FOUR_BITS = block(four_bits("$8", "$9", ("$10", "$12", "$14", "$16")), 8, 10)
-FOUR_EVEN_BITS = block(_four_even_bits(), 8, 2)
+def _trellis(bits: int) -> list[str]:
+    """Unpack trellis codes of two or three bits, whose words lie above the words before them.
+
+    Nibbles of three bits index the levels: the parities of the stream of even bits, and the odd bits. Of three bits,
+    the high plane has the sign, and levels below zero count from the end.
+    """
+    lines = []
+    for word, register in (("$8", "r0"), ("$9", "r4")):
+        lines += [f"and.b32 {register}, {word}, 0x55555555"]
+        for first, second in ((2, 12), (5, 9)):
+            lines += [f"shl.b32 r{1 + i}, {register}, {delay}" for i, delay in enumerate((first, second))]
+            if first == 2:
+                lines += [f"lop3.b32 r3, {register}, r1, r2, 0x96"]
+            else:
+                lines += [f"lop3.b32 {register}, r3, r1, r2, 0x96"]
+    lines += [
+        "prmt.b32 r0, r0, r4, 0x7362",  # bytes of A and B alternate
+        "prmt.b32 r1, $8, $9, 0x7362",
+        "shl.b32 r2, r1, 1",
+        "and.b32 r2, r2, 0x44444444",
+        "lop3.b32 r2, r0, 0x33333333, r2, 0xea",  # even fields
+        "shr.u32 r3, r0, 2",
+        "shr.u32 r4, r1, 1",
+        "and.b32 r4, r4, 0x44444444",
+        "lop3.b32 r3, r3, 0x33333333, r4, 0xea",  # odd fields
+    ]
+    if bits == 2:
+        lines += ["shr.u32 r5, r2, 16", "shr.u32 r6, r3, 16"]
+        table = ("$10", "$12", "$14", "$16")
+        for selectors, field in (("r2", 0), ("r3", 1), ("r5", 4), ("r6", 5)):
+            lines += pairs(selectors, table, (f"${field}", f"${field + 2}"))
+        return lines
+    lines += [
+        "lop3.b32 r0, $12, $13, 0x0f0f, 0xe4",
+        "prmt.b32 r0, $10, $11, r0",  # bytes A B A B of the high plane
+        *_signs("r0", "r4", "r1", "r5"),
+    ]
+    for codes, sign, field in (("r2", "r4", 0), ("r3", "r1", 1)):
+        fields = (f"${field + i}" for i in (0, 2, 4, 6))
+        lines += _signed(codes, sign, ("$14", "$16", "$18", "$20"), tuple(fields))
+    return lines
+
+
+def _trellis_words(bits: int) -> list[str]:
+    """Unpack trellis codes of two or three bits, 16 to a word of 32; each word comes with the one before it.
+
+    Nibbles of three bits index the levels: the parity of the stream of even bits with its delays of 1 and 6, the odd
+    bit, and the parity of the delays of 2 and 4. Of three bits, the high plane has the sign as in `_trellis`.
+    """
+    lines = []
+    for word, before, even, odd in (("$16", "$18", "r4", "r5"), ("$17", "$19", "r6", "r7")):
+        for register, shift in (("r0", 2), ("r1", 12), ("r2", 4), ("r3", 8)):
+            lines.append(f"shf.l.wrap.b32 {register}, {before}, {word}, {shift}")
+        lines += [
+            "lop3.b32 r0, r0, r1, 0x55555555, 0x28",
+            f"xor.b32 r0, r0, {word}",  # the first parity of each number, and its odd bit
+            "lop3.b32 r1, r2, r3, 0x55555555, 0x28",
+            "shl.b32 r2, r1, 2",
+            f"lop3.b32 {even}, r0, r2, 0x33333333, 0xe4",
+            "shr.u32 r0, r0, 2",
+            f"lop3.b32 {odd}, r0, r1, 0x33333333, 0xe4",
+        ]
+    for half, places, bytes_of_high in ((0, "0x5140", "0x2020"), (8, "0x7362", "0x3131")):
+        if bits == 3:
+            lines += [f"prmt.b32 r0, $20, 0, {bytes_of_high}", *_signs("r0", "r1", "r2", "r3")]
+        for parity, words, sign in ((0, "r4, r6", "r1"), (1, "r5, r7", "r2")):
+            lines += [f"prmt.b32 r0, {words}, {places}"]  # bytes of A and B alternate
+            if bits == 2:
+                lines += ["shr.u32 r3, r0, 16"]
+                for selectors, first in (("r0", half + parity), ("r3", half + parity + 4)):
+                    lines += pairs(selectors, ("$20", "$22", "$24", "$26"), (f"${first}", f"${first + 2}"))
+            else:
+                fields = (f"${half + parity + i}" for i in (0, 2, 4, 6))
+                lines += _signed("r0", sign, ("$21", "$23", "$25", "$27"), tuple(fields))
+    return lines
+
+
+def _signs(high: str, even: str, odd: str, spare: str) -> list[str]:
+    """Instructions that put the bits of bytes A B A B of the high plane at bits 3 and 7: of even and of odd fields."""
+    return [
+        f"shl.b32 {even}, {high}, 4",
+        f"lop3.b32 {odd}, {even}, {high}, 0x0000ffff, 0xe4",  # those of fields 2, 3 and 6, 7 at 6 and 7 of a byte
+        f"shl.b32 {even}, {odd}, 1",
+        f"shr.u32 {spare}, {odd}, 1",
+        f"lop3.b32 {even}, {spare}, {even}, 0x0f0f0f0f, 0xe4",
+        f"shr.u32 {spare}, {odd}, 2",
+        f"lop3.b32 {odd}, {spare}, {odd}, 0x0f0f0f0f, 0xe4",
+    ]
+
+
+def _signed(codes: str, sign: str, table: tuple[str, str, str, str], outputs: tuple[str, ...]) -> list[str]:
+    """Instructions that look up eight codes of three bits, with signs at bit 3; those below zero count from the end."""
+    lines = [
+        f"lop3.b32 r8, {sign}, 0x88888888, 0, 0x0c",  # bit 3 of the negative
+        "shr.u32 r9, r8, 3",
+        "sub.u32 r8, r8, r9",
+        f"xor.b32 {codes}, {codes}, r8",
+        f"shl.b32 r8, {sign}, 4",
+        f"shr.u32 r9, {codes}, 16",
+    ]
+    for selectors, first, signs in ((codes, 0, "0x5140"), ("r9", 2, "0x7362")):
+        lines += [f"prmt.b32 r10, r8, {sign}, {signs}"]
+        lines += pairs(selectors, table, (outputs[first], outputs[first + 1]), "r10")
+    return lines
+
+
+TWO_BITS, THREE_BITS = block(8, 5, *_two_bits()), block(8, 13, *_three_bits())
+FOUR_BITS = block(8, 10, *four_bits("$8", "$9", ("$10", "$12", "$14", "$16")))
+FOUR_EVEN_BITS = block(8, 2, *_four_even_bits())
+TRELLIS_TWO, TRELLIS_THREE = block(8, 10, *_trellis(2)), block(8, 14, *_trellis(3))
+TWO_WORDS, THREE_WORDS = block(16, 12, *_trellis_words(2)), block(16, 13, *_trellis_words(3))
 
 
 @triton.constexpr_function
@@ -115,26 +223,29 @@ def fits(width: int, bits: int, trellis: bool = False) -> bool:
 
 @triton.jit
 def levels(
-    p_low, p_high, words, o_row, o_t, m_t,
-    FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, VALUES: tl.constexpr = False,
+    tile, words, CODES: tl.constexpr, FIRST: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr = False
 ):  # fmt: skip
     """Tiles of float16 levels for codes of two to four bits; `words[FIRST:]` starts with their table from `byte_table`.
 
     Uniform levels are `unit · (code - half the largest)`; at four bits they need no table. The last of `words` is the
     tile of `places`, if needed. VALUES: the product sums over tokens.
     """
+    BITS: tl.constexpr = CODES.bits
+    WORDS: tl.constexpr = CODES.words
+    PADDED: tl.constexpr = CODES.padded
+    COUNT: tl.constexpr = CODES.count
     COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and (BITS == 2 or BITS == 4)
+    p_words = low_plane(tile, CODES)
     if COLUMNS:
-        b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+        b_words = load_columns(p_words, tile, WORDS)
     elif BITS == 4:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_words(p_words, tile, WORDS, PADDED, COUNT)
     else:
-        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_halves(p_words, words[len(words) - 1], tile, WORDS, PADDED, COUNT)
     if BITS == 2:
         b_levels = assembled(TWO_BITS, (b_words,) + words[FIRST : FIRST + 2])
     elif BITS == 3:
-        b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_high = load_bytes(high_plane(tile, CODES), tile, WORDS, PADDED, COUNT)
         b_levels = assembled(THREE_BITS, (b_words, b_high, words[len(words) - 1]) + words[FIRST : FIRST + 4])
     elif EVEN:
         b_levels = assembled(FOUR_EVEN_BITS, (b_words,))
@@ -147,18 +258,66 @@ def levels(
     return b_levels
 
 
-def even_tables(bits: int) -> list[torch.Tensor]:
-    """Table that `levels` needs for uniform levels; an empty list if none."""
-    codes = torch.arange(2**bits, device="cpu")
-    return [byte_table(codes - (2**bits - 1) / 2, bits)] if bits in (2, 3) else []
+@triton.jit
+def load_twos(tile, CODES: tl.constexpr):
+    """Load the words of a two-bit plane as words of 32 bits, and those before them in a circle: `[T, PADDED / 2]`."""
+    TWOS: tl.constexpr = CODES.words // 2
+    p_twos = low_plane(tile, CODES).to(tl.pointer_type(tl.int32), bitcast=True)
+    p_twos = p_twos + tile.o_row * TWOS + tile.o_t[:, None] * TWOS
+    o_c = tl.arange(0, CODES.padded // 2)
+    o_before = tl.where(o_c == 0, TWOS - 1, o_c - 1)
+    m_w = tile.m_t[:, None]
+    if CODES.padded != CODES.words:
+        m_w = m_w & (o_c < TWOS)[None, :]
+    b_twos = tl.load(p_twos + o_c[None, :], mask=m_w, other=0)
+    return b_twos, tl.load(p_twos + o_before[None, :], mask=m_w, other=0)
 
 
-def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
-    """`KernelSide.words` and `places` for one component with uniform levels."""
-    parts, count = even_tables(bits), places_needed(width, bits)
-    if count:
-        parts.append(places(count))
-    return (torch.cat(parts).to(device) if parts else None), count
+@triton.jit
+def trellis_levels(tile, CODES: tl.constexpr, FIRST: tl.constexpr):
+    """Tiles of float16 levels for trellis codes of two or three bits; see `levels`."""
+    WORDS: tl.constexpr = CODES.words
+    PADDED: tl.constexpr = CODES.padded
+    words = tile.words
+    b_table = words[FIRST : FIRST + 4]
+    b_twos, b_before = load_twos(tile, CODES)
+    if in_halves(CODES.bits, PADDED, True):
+        if CODES.bits == 2:
+            b_halves = assembled(TWO_WORDS, (b_twos, b_before) + b_table, 16)
+        else:
+            p_halves = high_plane(tile, CODES).to(tl.pointer_type(tl.int16), bitcast=True)
+            b_high = load_halves(p_halves, words[len(words) - 1], tile, WORDS // 2, PADDED // 2, WORDS // 2)
+            b_halves = assembled(THREE_WORDS, (b_twos, b_before, b_high) + b_table, 16)
+        b_levels = ()
+        for i in tl.static_range(8):
+            b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]))
+    else:
+        # Each word above the one before it: of a 32-bit word's two, the upper has the lower before it already.
+        b_first = (b_twos << 16) | ((b_before >> 16) & 0xFFFF)
+        b_words = tl.reshape(tl.join(b_first, b_twos), [tile.o_t.shape[0], PADDED])
+        if CODES.bits == 2:
+            b_levels = assembled(TRELLIS_TWO, (b_words,) + b_table)
+        else:
+            b_high = load_bytes(high_plane(tile, CODES), tile, WORDS, PADDED, WORDS)
+            b_levels = assembled(TRELLIS_THREE, (b_words, b_high, words[len(words) - 1]) + b_table)
+    if PADDED < 16:
+        b_levels = joined(b_levels)
+    return b_levels
+
+
+def even_table(bits: int) -> torch.Tensor:
+    """Table that `levels` needs for uniform levels, int32; empty if it needs none."""
+    if bits not in (2, 3):
+        return torch.empty(0, dtype=torch.int32, device="cpu")
+    return byte_table(torch.arange(2**bits, device="cpu") - (2**bits - 1) / 2, bits)
+
+
+def trellis_table(levels: torch.Tensor, bits: int, padded: int) -> torch.Tensor:
+    """`byte_table` of the levels of trellis codes; where their words are read by 32 bits, bits 1 and 2 swap places."""
+    if in_halves(bits, padded, True):
+        index = torch.arange(len(levels), device=levels.device)
+        levels = levels[index & ~6 | (index & 2) << 1 | (index & 4) >> 1]
+    return byte_table(levels, bits + 1)
 
 
 def places_needed(width: int, bits: int, trellis: bool = False) -> int:

@@ -154,10 +154,7 @@ class KernelSide:
 class KernelEncoder:
     """One side's encoder of tokens, for a single launch.
 
-    encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D, META, PRECISION)`
-        that encodes tokens of head `i_h`, whose `D` numbers begin at `p_x + o_x` `[T]`, where `m_t`, and stores the
-        result as tokens `o_row` of all fields. They are packed tokens `o_token` of a sequence, and `p_rope` points to
-        cos and sin of the first token of each group of packed tokens, if the method uses them.
+    encode: a Triton device function `(tile, D, META, PRECISION)` that encodes a `codes.NewTile`.
     meta: its compile-time parameters, a named tuple.
     tables: constant tensors that it reads.
     group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.

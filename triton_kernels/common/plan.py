@@ -45,10 +45,10 @@ def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) ->
     return value
 
 
-def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
-    """Addresses of all tensors among `values`, also in tuples; whether all are aligned; whether all numbers are narrow.
+def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Addresses of all tensors among `values`, also in tuples; True if all are aligned to 16 bytes and numbers narrow.
 
-    Triton compiles separate kernels for pointers that are not aligned to 16 bytes and for 64-bit integers.
+    Triton compiles separate kernels for other pointers, and for 64-bit integers.
     """
     pointers = {}
     bits, narrow = 0, True
@@ -64,7 +64,7 @@ def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
         elif x > MAX_NARROW:
             narrow = False
         pointers[name] = x
-    return pointers, bits % 16 == 0, narrow
+    return pointers, narrow and bits % 16 == 0
 
 
 def _address(x: Any) -> Any:
@@ -197,11 +197,10 @@ def repeated(
         kind: what determines the grid, all other arguments, and the dtypes of the inputs.
         complete: returns the grid and the other arguments; called for the first call of a kind only.
     """
-    pointers, aligned, narrow = addresses(inputs)
-    key = kernel, kind, device, aligned and narrow
+    pointers, repeatable = addresses(inputs)
+    key = kernel, kind, device, repeatable
     plan = _plans.get(key)
     if plan is None:
         grid, constants = complete()
-        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, aligned and narrow)
-        kept(_plans, key, plan, MAX_SHARED)
+        plan = kept(_plans, key, Plan([(kernel, grid, inputs | constants)], inputs, {}, repeatable), MAX_SHARED)
     plan.run(inputs, pointers, device)

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.device import on_cpu
-from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.triton_kernels.common.codes import divides, load_codes, load_scales
+from kvcache_compress.triton_kernels.common.codes import Codes, PackedTile, codes_of, divides, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
 TOKENS = 128
@@ -45,10 +44,9 @@ class Books(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Constants of the encoder form: words of a head's bits, padded words (`codes.py`), and heads."""
+    """Constants of the encoder form: a head's bits, and heads."""
 
-    words: int
-    padded: int
+    codes: Codes
     heads: int
 
 
@@ -59,13 +57,13 @@ def rounds_at_once(bits):
 
 
 @triton.jit
-def load_run(p_codes, o_row, o_t, m_t, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr):
+def load_run(p_codes, tile, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr):
     """Load `COUNT` codes per token from code `i_code` on, at most 24 bits, first code lowest: uint32."""
     i_bit = i_code * BITS
-    b_run = tl.zeros([o_t.shape[0]], tl.uint32)
+    b_run = tl.zeros([tile.o_t.shape[0]], tl.uint32)
     for i in tl.static_range((COUNT * BITS + 14) // 8):
-        p_token = p_codes + o_row * ROW + tl.minimum(i_bit // 8 + i, ROW - 1)
-        b_run |= tl.load(p_token + o_t * ROW, mask=m_t, other=0).to(tl.uint32) << (8 * i)
+        p_token = p_codes + tile.o_row * ROW + tl.minimum(i_bit // 8 + i, ROW - 1)
+        b_run |= tl.load(p_token + tile.o_t * ROW, mask=tile.m_t, other=0).to(tl.uint32) << (8 * i)
     return b_run >> (i_bit % 8)
 
 
@@ -111,10 +109,7 @@ def add_rounds(
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
     """Scores of keys, `s[t] = scale[t] Σ_j Re(conj(q_j) e^(iθ_j,t) ẑ_j[t])` (section 4.2), tile by tile of pairs."""
     BITS: tl.constexpr = META.bits
     WIDTH: tl.constexpr = META.width
@@ -127,37 +122,35 @@ def score(
     BOOK: tl.constexpr = 2**BITS * 2 * WIDTH
     ROUNDS: tl.constexpr = META.rounds
     WHOLE: tl.constexpr = ROUNDS // TURN * TURN
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
+    T: tl.constexpr = tile.o_t.shape[0]
+    b_s = tl.zeros([T, b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(GROUPS * TILES):
         i_code = i // TILES * ROUNDS
-        p_rows = tables[0] + (i_h * (GROUPS * ROUNDS) + i_code) * BOOK
+        p_rows = tile.tables[0] + (tile.i_h * (GROUPS * ROUNDS) + i_code) * BOOK
         o_w = i % TILES * PAIRS + tl.arange(0, PAIRS)
-        b_re = tl.zeros([o_t.shape[0], PAIRS], tl.float32)
-        b_im = tl.zeros([o_t.shape[0], PAIRS], tl.float32)
+        b_re = tl.zeros([T, PAIRS], tl.float32)
+        b_im = tl.zeros([T, PAIRS], tl.float32)
         for i_r in range(0, WHOLE, TURN):
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_code + i_r, TURN, 2 * BITS, META.row)
+            b_run = load_run(tile.fields[0], tile, i_code + i_r, TURN, 2 * BITS, META.row)
             b_re, b_im = add_pairs(b_re, b_im, p_rows + i_r * BOOK, b_run, o_w, TURN, BITS, WIDTH, DTYPE)
         for i_r in range(WHOLE, ROUNDS):
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_code + i_r, 1, 2 * BITS, META.row)
+            b_run = load_run(tile.fields[0], tile, i_code + i_r, 1, 2 * BITS, META.row)
             b_re, b_im = add_pairs(b_re, b_im, p_rows + i_r * BOOK, b_run, o_w, 1, BITS, WIDTH, DTYPE)
         o_p = i // TILES * WIDTH + o_w
-        o_f = o_t.to(tl.int64)[:, None] * (2 * ROTARY) + o_p[None, :]
-        m_f = m_t[:, None]
+        o_f = tile.o_t.to(tl.int64)[:, None] * (2 * ROTARY) + o_p[None, :]
+        m_f = tile.m_t[:, None]
         if GROUPS * TILES * PAIRS != ROTARY:
             m_f = m_f & ((o_w < WIDTH) & (o_p < ROTARY))[None, :]
-        b_cos = tl.load(p_rope + o_f, mask=m_f, other=1.0).to(tl.float32)
-        b_sin = tl.load(p_rope + o_f + ROTARY, mask=m_f, other=0.0).to(tl.float32)
+        b_cos = tl.load(tile.p_rope + o_f, mask=m_f, other=1.0).to(tl.float32)
+        b_sin = tl.load(tile.p_rope + o_f + ROTARY, mask=m_f, other=0.0).to(tl.float32)
         b_x, b_y = (b_re * b_cos - b_im * b_sin).to(b_q[0].dtype), (b_re * b_sin + b_im * b_cos).to(b_q[0].dtype)
         b_s = tl.dot(b_x, b_q[2 * i], b_s, input_precision="ieee")
         b_s = tl.dot(b_y, b_q[2 * i + 1], b_s, input_precision="ieee")
-    return b_s * load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)[:, None]
+    return b_s * load_scales(tile.fields[1], tile).to(tl.float32)[:, None]
 
 
 @triton.jit
-def accumulate(
-    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def accumulate(b_p, tile, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """Weighted sum of values in the residual form, `acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]`."""
     GROUPS: tl.constexpr = META.groups
     BITS: tl.constexpr = META.bits
@@ -168,23 +161,23 @@ def accumulate(
     SUM: tl.constexpr = tl.float16 if FAST else tl.float32
     ROUNDS: tl.constexpr = META.rounds
     WHOLE: tl.constexpr = ROUNDS // TURN * TURN
-    p_rows = tables[0] + i_h * (GROUPS * ROUNDS) * BOOK
+    p_rows = tile.tables[0] + tile.i_h * (GROUPS * ROUNDS) * BOOK
     o_w = tl.arange(0, b_acc[0].shape[0])
-    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
+    b_scale = load_scales(tile.fields[1], tile).to(tl.float32)
     b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     for i_g in tl.static_range(GROUPS):
         b_parts = ()
         for _ in tl.static_range(TILES):
-            b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[0]], tl.float32),)
+            b_parts = b_parts + (tl.zeros([tile.o_t.shape[0], b_acc[0].shape[0]], tl.float32),)
         for i_r in range(0, WHOLE, TURN):
             i_code = i_g * ROUNDS + i_r
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_code, TURN, BITS, META.row)
+            b_run = load_run(tile.fields[0], tile, i_code, TURN, BITS, META.row)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, TURN, BITS, WIDTH, SUM)
             p_rows += TURN * BOOK
         for i_r in range(WHOLE, ROUNDS):
             i_code = i_g * ROUNDS + i_r
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_code, 1, BITS, META.row)
+            b_run = load_run(tile.fields[0], tile, i_code, 1, BITS, META.row)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, 1, BITS, WIDTH, SUM)
             p_rows += BOOK
         for j in tl.static_range(TILES):
@@ -194,18 +187,18 @@ def accumulate(
 
 
 @triton.jit
-def accumulate_bits(
-    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def accumulate_bits(b_p, tile, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """Weighted sums of the bits of all heads, for values in the encoder form (section 4.1); tiles are by head."""
-    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
+    b_scale = load_scales(tile.fields[1], tile).to(tl.float32)
     b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     HEADS: tl.constexpr = META.heads
+    CODES: tl.constexpr = META.codes
     for i in tl.static_range(HEADS):
-        o_head = o_row + (i - i_h) * s_head
-        b_bits = load_codes(fields[0], fields[0], o_head, o_t, m_t, 1, META.words, META.padded, META.words)
+        o_head = tile.o_row + (i - tile.i_h) * tile.s_head
+        b_bits = load_codes(
+            PackedTile(tile.fields, (), (), tile.p_rope, i, tile.s_head, o_head, tile.o_t, tile.m_t), CODES
+        )
         for j in tl.static_range(len(b_bits)):
             b_tile = tl.trans(b_bits[j].to(DTYPE))
             b_sums = b_sums + (tl.dot(b_tile, b_weights, b_acc[i * len(b_bits) + j], input_precision="ieee"),)
@@ -216,7 +209,7 @@ def bits_side(codebook: torch.Tensor) -> KernelSide:
     """Kernel operands of values in the encoder form, `codebook` float32 `[H, bits, D]`. Code space: all heads' bits."""
     heads, bits = len(codebook), codebook.shape[1] // len(codebook)
     matrix = in_code_order(codebook, (bits,) * heads).contiguous()
-    meta = Bits(words_per_token(bits), padded_words(bits), heads)
+    meta = Bits(codes_of(1, bits, 0), heads)
     return KernelSide(accumulate_bits, meta, code_tiles(bits) * heads, tokens=64, warps=8, matrix=matrix)
 
 

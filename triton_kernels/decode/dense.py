@@ -1,16 +1,10 @@
 """Device functions of uncompressed tokens: the simplest example of the contract that all device functions follow.
 
-SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, FAST) -> [T, M] float32
+SCORE(b_q, tile, META, FAST) -> [T, M] float32
     b_q: tuple of query tiles `[width, M]`, one per entry of `KernelSide.widths`, in the operands' dtype; rotated
     queries (`spectral.py`) are those of the tile's group, followed by their constants `[M]`;
-    fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
-    words: `KernelSide.words`, as tiles; empty unless FAST;
-    p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, if the codec uses them;
-    i_h: key/value head; s_head: stride between heads, in rows; o_row: int64 row of the tile's first token,
-    s_head * (batch * H + i_h) + token, the token a multiple of T, so that a tile lies within one group of tokens or
-    starts with one; o_t: 0 to T - 1; m_t: mask.
-ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, FAST)
-    -> tuple of [width, M]
+    tile: `codes.PackedTile`.
+ACCUMULATE(b_p, tile, b_acc, META, DTYPE, FAST) -> tuple of [width, M]
     b_p: float32 weights `[T, M]`; b_acc: the float32 sums so far; DTYPE: the operands' dtype.
 Products of float32 operands are exact (`input_precision="ieee"`); 16-bit ones are not affected by that.
 FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`assembly.py`); the other path is portable.
@@ -36,27 +30,25 @@ class Width(NamedTuple):
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """s = q · k"""
+def load_tokens(tile, META: tl.constexpr):
+    """Load tokens, zero where there are none: `[T, padded]`."""
     o_d = tl.arange(0, META.padded)
-    m_d = m_t[:, None] & (o_d < META.dim)[None, :]
-    b_k = tl.load(fields[0] + (o_row + o_t)[:, None] * META.dim + o_d[None, :], mask=m_d, other=0.0)
-    return tl.dot(b_k.to(b_q[0].dtype), b_q[0], input_precision="ieee")
+    m_d = tile.m_t[:, None] & (o_d < META.dim)[None, :]
+    o_token = (tile.o_row + tile.o_t)[:, None] * META.dim
+    return tl.load(tile.fields[0] + o_token + o_d[None, :], mask=m_d, other=0.0)
 
 
 @triton.jit
-def accumulate(
-    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
+    """s = q · k"""
+    return tl.dot(load_tokens(tile, META).to(b_q[0].dtype), b_q[0], input_precision="ieee")
+
+
+@triton.jit
+def accumulate(b_p, tile, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """acc += p v"""
-    o_d = tl.arange(0, META.padded)
-    m_d = m_t[:, None] & (o_d < META.dim)[None, :]
-    b_v = tl.load(fields[0] + (o_row + o_t)[:, None] * META.dim + o_d[None, :], mask=m_d, other=0.0)
-    return (tl.dot(tl.trans(b_v.to(DTYPE)), b_p.to(DTYPE), b_acc[0], input_precision="ieee"),)
+    b_v = tl.trans(load_tokens(tile, META).to(DTYPE))
+    return (tl.dot(b_v, b_p.to(DTYPE), b_acc[0], input_precision="ieee"),)
 
 
 def dense_side(context: CodecContext) -> KernelSide:

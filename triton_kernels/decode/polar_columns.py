@@ -47,7 +47,7 @@ def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, rad
     return lines
 
 
-def _three_levels(bits: int) -> tl.constexpr:
+def _three_levels(bits: int) -> list[str]:
     """Assembly for the eight pairs of coordinates below two radii of level 3; `bits` are level 2's.
 
     Operands: pairs of radii, words of level 3, 2 (the high plane of 3 bits after it) and 1, tables of level 1, 2 and 3.
@@ -68,10 +68,10 @@ def _three_levels(bits: int) -> tl.constexpr:
     lines += _level(["r3", "r4"], 2, tables[2], "$9", 8, ["$8"])
     lines += _level(["r5", "r6", "r7", "r8"], bits, tables[1], second, 4, ["r3", "r4"])
     lines += _level([f"${i}" for i in range(8)], 4, tables[0], first, 4, ["r5", "r6", "r7", "r8"])
-    return assembly.text(HALVES, *lines)
+    return [HALVES, *lines]
 
 
-def _lanes(bits: int) -> tl.constexpr:
+def _lanes(bits: int) -> list[str]:
     """Assembly that puts entry i of 2 ** bits operands into lane i, repeating over the warp."""
     lines, entries = ["mov.u32 r14, %laneid"], [f"${1 + i}" for i in range(2**bits)]
     for bit in range(bits):
@@ -82,15 +82,12 @@ def _lanes(bits: int) -> tl.constexpr:
             for to, low, high in zip(chosen, entries[::2], entries[1::2], strict=True)
         ]
         entries = chosen
-    return assembly.text(".reg .pred p0", *lines, "mov.b32 $0, r0")
+    return [".reg .pred p0", *lines, "mov.b32 $0, r0"]
 
 
-LEVEL_4, LEVEL_4_REGISTERS = assembly.text(HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"])), assembly.registers(1, 3)
-# Indexed by bits - 2.
-THREE_LEVELS = tl.constexpr(tuple(_three_levels(bits).value for bits in (2, 3)))
-THREE_LEVELS_REGISTERS = tl.constexpr(tuple(assembly.registers(8, 5 + bits).value for bits in (2, 3)))
-LANES = tl.constexpr(tuple(_lanes(bits).value for bits in (2, 3, 4)))
-LANES_REGISTERS = tl.constexpr(tuple(assembly.registers(1, 2**bits).value for bits in (2, 3, 4)))
+LEVEL_4 = assembly.block(1, 3, HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"]))
+BELOW_TWO, BELOW_THREE = (assembly.block(8, 5 + bits, *_three_levels(bits)) for bits in (2, 3))
+LANES_TWO, LANES_THREE, LANES_FOUR = (assembly.block(1, 2**bits, *_lanes(bits)) for bits in (2, 3, 4))
 
 
 def fits(tree: PolarTree, coded: bool) -> bool:
@@ -157,36 +154,37 @@ def lane_table(words, FIRST: tl.constexpr, BITS: tl.constexpr):
     b_entries = ()
     for i in tl.static_range(2**BITS):
         b_entries = b_entries + (words[FIRST + i],)
-    return tl.inline_asm_elementwise(
-        LANES[BITS - 2], LANES_REGISTERS[BITS - 2], b_entries, dtype=tl.int32, is_pure=True, pack=1
-    )
+    BLOCK: tl.constexpr = LANES_FOUR if BITS == 4 else LANES_THREE if BITS == 3 else LANES_TWO
+    return tl.inline_asm_elementwise(BLOCK[0], BLOCK[1], b_entries, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def word_of_column(p_plane, o_row, o_t, m_t, b_shift, ROW: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def word_of_column(p_plane, tile, b_shift, LEVEL: tl.constexpr, COUNT: tl.constexpr):
     """A level's 16-bit words, `COUNT` per token, each at the low end of int32 `[T, 8]` in columns c % COUNT.
 
     They are read as 32-bit words, which the compiler can prefetch to shared memory. If rows have an odd number of
     words, `b_shift` picks the half.
     """
-    T: tl.constexpr = o_t.shape[0]
+    T: tl.constexpr = tile.o_t.shape[0]
+    ROW: tl.constexpr = LEVEL.row
+    FIRST: tl.constexpr = LEVEL.offset
     p_twos = p_plane.to(tl.pointer_type(tl.int32), bitcast=True)
     if ROW % 2 == 0:
         HALF: tl.constexpr = COUNT // 2
-        b_words = load_words(p_twos + FIRST // 2, o_row, o_t, m_t, ROW // 2, HALF, HALF)
+        b_words = load_words(p_twos + FIRST // 2, tile, ROW // 2, HALF, HALF)
         b_words = tl.broadcast_to(b_words[:, None, :, None], [T, 8 // COUNT, HALF, 2])
     else:
-        o_h = (((o_row & 1).to(tl.int32) + o_t) * ROW)[:, None] + (FIRST + tl.arange(0, COUNT))[None, :]
-        b_words = tl.load(p_twos + (o_row >> 1) * ROW + (o_h >> 1), mask=m_t[:, None], other=0)
+        o_h = (((tile.o_row & 1).to(tl.int32) + tile.o_t) * ROW)[:, None] + (FIRST + tl.arange(0, COUNT))[None, :]
+        b_words = tl.load(p_twos + (tile.o_row >> 1) * ROW + (o_h >> 1), mask=tile.m_t[:, None], other=0)
         b_words = tl.broadcast_to(b_words[:, None, :], [T, 8 // COUNT, COUNT])
     return tl.reshape(b_words, [T, 8]) >> b_shift
 
 
 @triton.jit
-def coarse_radii(p_coarse, p_rest, b_places, o_row, o_t, m_t, ROW: tl.constexpr, FIRST: tl.constexpr):
-    """Pairs of radii of level 3 relative to the token's single radius, int32 `[T, 8]`."""
+def coarse_radii(p_coarse, p_rest, b_places, tile, LEVEL: tl.constexpr):
+    """Pairs of radii of level 3 relative to the token's single radius, int32 `[T, 8]`; `LEVEL` is level 4."""
     p_twos = p_rest.to(tl.pointer_type(tl.int32), bitcast=True)
-    b_rest = load_words(p_twos + FIRST // 2, o_row, o_t, m_t, ROW // 2, 1, 1)
+    b_rest = load_words(p_twos + LEVEL.offset // 2, tile, LEVEL.row // 2, 1, 1)
     b_column = b_places >> 24
     # The factor moves the masked codes of a column into the top 8 bits of the product, distinct for all codes.
     b_mask = (3 << b_column) | (3 << (16 + (b_column & 6))) | (3 << (24 + (b_column & 2))) | (3 << 28)
@@ -198,52 +196,52 @@ def coarse_radii(p_coarse, p_rest, b_places, o_row, o_t, m_t, ROW: tl.constexpr,
 
 
 @triton.jit
-def fourth_level(p_radii, p_codes, b_table, b_places, o_row, o_t, m_t, ROW: tl.constexpr, FIRST: tl.constexpr):
-    """Pairs of radii of level 3 below the eight stored ones, int32 `[T, 8]`."""
-    T: tl.constexpr = o_t.shape[0]
+def fourth_level(p_radii, p_codes, b_table, b_places, tile, LEVEL: tl.constexpr):
+    """Pairs of radii of level 3 below the eight stored ones, int32 `[T, 8]`; `LEVEL` is level 4."""
+    T: tl.constexpr = tile.o_t.shape[0]
     p_radii = p_radii.to(tl.pointer_type(tl.int32), bitcast=True)
-    b_radii = load_words(p_radii, o_row, o_t, m_t, 4, 4, 4)
+    b_radii = load_words(p_radii, tile, 4, 4, 4)
     b_radii = tl.reshape(tl.broadcast_to(b_radii[:, :, None], [T, 4, 2]), [T, 8]) >> ((b_places >> 21) & 16)
-    b_codes = load_words(p_codes + FIRST, o_row, o_t, m_t, ROW, 1, 1).to(tl.int32) >> (b_places >> 24)
-    return tl.inline_asm_elementwise(
-        LEVEL_4, LEVEL_4_REGISTERS, [b_codes, b_table, b_radii], dtype=tl.int32, is_pure=True, pack=1
-    )
+    b_codes = load_words(p_codes + LEVEL.offset, tile, LEVEL.row, 1, 1).to(tl.int32) >> (b_places >> 24)
+    b_inputs = (b_codes, b_table, b_radii)
+    return tl.inline_asm_elementwise(LEVEL_4[0], LEVEL_4[1], b_inputs, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr):
+def column_tiles(tile, META: tl.constexpr):
     """Decode to eight tiles `[T, 16]` of code space in `tile_order`; `META` is `polarquant_recursive.Tree`."""
-    T: tl.constexpr = o_t.shape[0]
-    SECOND_BITS: tl.constexpr = META.bits[1]
-    FOUR_LEVELS_ONLY: tl.constexpr = len(META.bits) == 4
-    TWO: tl.constexpr = 16 + 2**SECOND_BITS
+    T: tl.constexpr = tile.o_t.shape[0]
+    SECOND: tl.constexpr = META.levels[1]
+    THIRD: tl.constexpr = META.levels[2]
+    FOURTH: tl.constexpr = META.levels[3]
+    BITS: tl.constexpr = SECOND.bits
+    FOUR_LEVELS_ONLY: tl.constexpr = len(META.levels) == 4
+    TWO: tl.constexpr = 16 + 2**BITS
+    fields, words, p_coarse = tile.fields, tile.words, tile.tables[2 if META.coded else 1]
     b_places = words[len(words) - 1]
     if FOUR_LEVELS_ONLY:
         b_places = tl.reshape(tl.broadcast_to(tl.reshape(b_places, [1, 2, 8]), [T // 2, 2, 8]), [T, 8])
-    p_twos = fields[META.field[2]]
+    p_twos = fields[THIRD.field]
     b_two_shift, b_three_shift = b_places & 255, b_places >> 16 & 255
     if FOUR_LEVELS_ONLY:
-        b_fourth = lane_table(words, TWO + 4, 2)
-        b_radii = fourth_level(
-            fields[META.radii], p_twos, b_fourth, b_places, o_row, o_t, m_t, META.row[3], META.offset[3]
-        )
-        b_halves = tl.load(p_coarse + (o_row & 1) + tl.zeros([1, 1], tl.int32)).to(tl.int16, bitcast=True).to(tl.int32)
+        b_radii = fourth_level(fields[META.radii], p_twos, lane_table(words, TWO + 4, 2), b_places, tile, FOURTH)
+        p_half = p_coarse + (tile.o_row & 1) + tl.zeros([1, 1], tl.int32)
+        b_halves = tl.load(p_half).to(tl.int16, bitcast=True).to(tl.int32)
         b_two_shift ^= b_halves
         b_three_shift ^= b_halves
     else:
-        b_radii = coarse_radii(p_coarse, p_twos, b_places, o_row, o_t, m_t, META.row[3], META.offset[3])
-    b_third = word_of_column(p_twos, o_row, o_t, m_t, b_three_shift, META.row[2], META.offset[2], 2)
-    b_second = word_of_column(fields[META.field[1]], o_row, o_t, m_t, b_two_shift, META.row[1], META.offset[1], 4)
-    b_first = load_words(fields[0], o_row, o_t, m_t, 8, 8, 8)
+        b_radii = coarse_radii(p_coarse, p_twos, b_places, tile, FOURTH)
+    b_third = word_of_column(p_twos, tile, b_three_shift, THIRD, 2)
+    b_second = word_of_column(fields[SECOND.field], tile, b_two_shift, SECOND, 4)
+    b_first = load_words(fields[0], tile, 8, 8, 8)
     b_codes = (b_radii, b_third, b_second)
-    if SECOND_BITS == 3:
-        p_high = fields[META.field[1] + 1].to(tl.pointer_type(tl.int32), bitcast=True)
-        b_codes = b_codes + (load_words(p_high, o_row, o_t, m_t, 1, 1, 1) >> (b_places >> 8 & 255),)
-    b_tables = (lane_table(words, 0, 4), lane_table(words, 16, SECOND_BITS), lane_table(words, TWO, 2))
-    b_pairs = tl.inline_asm_elementwise(
-        THREE_LEVELS[SECOND_BITS - 2], THREE_LEVELS_REGISTERS[SECOND_BITS - 2], b_codes + (b_first,) + b_tables,
-        dtype=(tl.int32,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
+    if BITS == 3:
+        p_high = fields[SECOND.field + 1].to(tl.pointer_type(tl.int32), bitcast=True)
+        b_codes = b_codes + (load_words(p_high, tile, 1, 1, 1) >> (b_places >> 8 & 255),)
+    b_tables = (lane_table(words, 0, 4), lane_table(words, 16, BITS), lane_table(words, TWO, 2))
+    BELOW: tl.constexpr = BELOW_THREE if BITS == 3 else BELOW_TWO
+    b_inputs = b_codes + (b_first,) + b_tables
+    b_pairs = tl.inline_asm_elementwise(BELOW[0], BELOW[1], b_inputs, dtype=(tl.int32,) * 8, is_pure=True, pack=1)
     b_tiles = ()
     for i in tl.static_range(8):
         b_low = b_pairs[i].to(tl.int16).to(tl.float16, bitcast=True)

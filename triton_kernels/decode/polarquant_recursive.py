@@ -11,6 +11,7 @@ of two and pairing by halves stays as it is. `polar_columns.py` has a faster pat
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -21,17 +22,29 @@ from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import PLANES
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.triton_kernels.common import assembly
-from kvcache_compress.triton_kernels.common.codes import load_scales
+from kvcache_compress.triton_kernels.common.codes import fields_of, load_scales, planes
 from kvcache_compress.triton_kernels.common.operands import KernelSide, with_mean
 
 from . import polar_columns
 
 
+class Level(NamedTuple):
+    """The members of `LevelCodes`, and the start of the level's entries in the joined tables."""
+
+    bits: int
+    count: int
+    field: int
+    row: int
+    offset: int
+    words: int
+    base: int
+    start: int
+
+
 class Tree(NamedTuple):
-    """Odd part of the head dimension, padded to a power of two, roots, field of the radii, and levels.
+    """Odd part of the head dimension, padded to a power of two, roots, field of the radii, and levels, finest first.
 
     coded: True if radii have 8 bits; fast: True if `polar_columns.py` undoes the tree; keys: True on the side of keys.
-    By level: the members of `LevelCodes`, and the start of its entries in the joined tables.
     """
 
     odd: int
@@ -41,49 +54,34 @@ class Tree(NamedTuple):
     coded: bool
     fast: bool
     keys: bool
-    bits: tuple[int, ...]
-    field: tuple[int, ...]
-    row: tuple[int, ...]
-    offset: tuple[int, ...]
-    words: tuple[int, ...]
-    base: tuple[int, ...]
-    count: tuple[int, ...]
-    start: tuple[int, ...]
+    levels: tuple[Level, ...]
 
 
 @triton.jit
-def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr):
+def level_codes(tile, META: tl.constexpr, AT: tl.constexpr):
     """Load the codes of level `AT`, counted from 0: int32 `[T, COUNT // ODD * PAD]`."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
-    BITS: tl.constexpr = META.bits[AT]
-    FIELD: tl.constexpr = META.field[AT]
-    WORDS: tl.constexpr = META.words[AT]
-    BASE: tl.constexpr = META.base[AT]
-    SIZE: tl.constexpr = META.count[AT] // ODD * PAD
-    WHOLE: tl.constexpr = META.count[AT] == 8 * WORDS
-    LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
+    LEVEL: tl.constexpr = META.levels[AT]
+    SIZE: tl.constexpr = LEVEL.count // ODD * PAD
+    WHOLE: tl.constexpr = LEVEL.count == 8 * LEVEL.words
     o_c = tl.arange(0, SIZE // 8 if WHOLE else SIZE)
-    m_w = m_t[:, None]
+    m_w = tile.m_t[:, None]
     if PAD != ODD:
         m_w = m_w & (o_c % PAD < ODD)[None, :]
     o_i = o_c // PAD * ODD + o_c % PAD
     if WHOLE:
         o_w, o_j = o_i, tl.arange(0, 8)[None, :, None]
     else:
-        o_w, o_j = (BASE + o_i) % WORDS, ((BASE + o_i) // WORDS)[None, :]
-    o_w = (o_row + o_t)[:, None] * META.row[AT] + META.offset[AT] + o_w[None, :]
-    b_low = tl.load(fields[FIELD] + o_w, mask=m_w, other=0).to(tl.int32)
+        o_w, o_j = (LEVEL.base + o_i) % LEVEL.words, ((LEVEL.base + o_i) // LEVEL.words)[None, :]
+    o_w = (tile.o_row + tile.o_t)[:, None] * LEVEL.row + LEVEL.offset + o_w[None, :]
+    b_low = tl.load(tile.fields[LEVEL.field] + o_w, mask=m_w, other=0).to(tl.int32)
+    b_high = b_low
+    if planes(LEVEL.bits) > 1:
+        b_high = tl.load(tile.fields[LEVEL.field + 1] + o_w, mask=m_w, other=0).to(tl.int32)
     if WHOLE:
-        b_low = b_low[:, None, :]
-    b_codes = (b_low >> (LOW * o_j)) & (2**LOW - 1)
-    if BITS > LOW:
-        HIGH: tl.constexpr = BITS - LOW
-        b_high = tl.load(fields[FIELD + 1] + o_w, mask=m_w, other=0).to(tl.int32)
-        if WHOLE:
-            b_high = b_high[:, None, :]
-        b_codes |= ((b_high >> (HIGH * o_j)) & (2**HIGH - 1)) << LOW
-    return tl.reshape(b_codes, [o_t.shape[0], SIZE])
+        b_low, b_high = b_low[:, None, :], b_high[:, None, :]
+    return tl.reshape(fields_of(b_low, b_high, o_j, LEVEL.bits), [tile.o_t.shape[0], SIZE])
 
 
 @triton.jit
@@ -100,48 +98,45 @@ def halves(b_x):
 
 
 @triton.jit
-def decoded_radii(b_radii, tables, i_h, META: tl.constexpr):
+def decoded_radii(b_radii, tile, META: tl.constexpr):
     """Stored radii as float32; 8-bit ones through their head's table."""
     if META.coded:
-        p_table = tables[1].to(tl.pointer_type(tl.float32), bitcast=True) + i_h * 256
+        p_table = tile.tables[1].to(tl.pointer_type(tl.float32), bitcast=True) + tile.i_h * 256
         b_radii = tl.load(p_table + b_radii.to(tl.int32))
     return b_radii.to(tl.float32)
 
 
 @triton.jit
-def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr):
+def tree_tile(tile, META: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a tile from the roots down: low and high half `[T, W]` in code space, a single root of radius 1."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
     ROOTS: tl.constexpr = META.roots
-    DEPTH: tl.constexpr = len(META.bits)
+    DEPTH: tl.constexpr = len(META.levels)
     SINGLE: tl.constexpr = ROOTS == 1
     if not SINGLE:
         o_r = tl.arange(0, ROOTS // ODD * PAD)
-        o_i = o_r // PAD * ODD + o_r % PAD
-        m_r = m_t[:, None] & (o_r % PAD < ODD)[None, :]
-        b_r = tl.load(fields[META.radii] + (o_row + o_t)[:, None] * ROOTS + o_i[None, :], mask=m_r, other=0)
-        b_r = decoded_radii(b_r, tables, i_h, META)
+        o_i = (tile.o_row + tile.o_t)[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
+        m_r = tile.m_t[:, None] & (o_r % PAD < ODD)[None, :]
+        b_r = decoded_radii(tl.load(tile.fields[META.radii] + o_i, mask=m_r, other=0), tile, META)
     for i in tl.static_range(DEPTH):
-        b_codes = level_codes(fields, o_row, o_t, m_t, META, DEPTH - 1 - i)
-        b_pair = points(tables[0], b_codes, META.start[DEPTH - 1 - i])
+        b_codes = level_codes(tile, META, DEPTH - 1 - i)
+        b_pair = points(tile.tables[0], b_codes, META.levels[DEPTH - 1 - i].start)
         if i > 0 or not SINGLE:
             b_pair = b_pair * (b_r[:, :, None] if i < DEPTH - 1 else b_r.to(DTYPE)[:, :, None])
         if i < DEPTH - 1:
             b_pair = b_pair.to(tl.float32)
-            b_r = tl.reshape(tl.permute(b_pair, [0, 2, 1]), [o_t.shape[0], 2 * b_codes.shape[1]])
+            b_r = tl.reshape(tl.permute(b_pair, [0, 2, 1]), [tile.o_t.shape[0], 2 * b_codes.shape[1]])
     return tl.split(b_pair.to(DTYPE))
 
 
 @triton.jit
-def tiles(
-    fields, tables, words, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
-):  # fmt: skip
+def tiles(tile, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """Decode two tiles of code space, or eight of 16 columns, and the radius per token left out of the tree."""
     if FAST and META.fast:
-        b_tiles = polar_columns.column_tiles(fields, tables[2 if META.coded else 1], words, o_row, o_t, m_t, META)
+        b_tiles = polar_columns.column_tiles(tile, META)
     else:
-        b_low, b_high = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META, DTYPE)
+        b_low, b_high = tree_tile(tile, META, DTYPE)
         b_tiles = (b_low, b_high)
         if META.fast:
             b_0, b_2 = halves(b_low)
@@ -155,32 +150,26 @@ def tiles(
                     polar_columns.beside(b_near_low, b_near_high, META.keys),
                     polar_columns.beside(b_far_low, b_far_high, META.keys),
                 )
-    b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
+    b_scale = tl.full([tile.o_t.shape[0]], 1.0, tl.float32)
     if META.roots == 1:
-        b_scale = decoded_radii(load_scales(fields[META.radii], o_row, o_t, m_t), tables, i_h, META)
+        b_scale = decoded_radii(load_scales(tile.fields[META.radii], tile), tile, META)
     return b_tiles, b_scale
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
     """s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩"""
-    b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
+    b_tiles, b_scale = tiles(tile, META, b_q[0].dtype, FAST)
+    b_s = tl.zeros([tile.o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(len(b_tiles)):
         b_s = tl.dot(b_tiles[i], b_q[i], b_s, input_precision="ieee")
     return b_s * b_scale[:, None]
 
 
 @triton.jit
-def accumulate(
-    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def accumulate(b_p, tile, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """acc_low += p r_1 cos θ_1,  acc_high += p r_1 sin θ_1"""
-    b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, DTYPE, FAST)
+    b_tiles, b_scale = tiles(tile, META, DTYPE, FAST)
     if META.roots != 1:
         b_weights = b_p.to(DTYPE)
     elif FAST:
@@ -199,13 +188,13 @@ def padding(head_dim: int) -> tuple[int, int]:
     return odd, triton.next_power_of_2(odd)
 
 
-def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
-    """Per-level members of `Tree`, from `bits` on."""
-    rows, start = [], 0
+def levels_of(tree: PolarTree) -> tuple[Level, ...]:
+    """Constants of all levels, whose entries follow each other in the joined tables."""
+    levels, start = [], 0
     for level in tree.levels:
-        rows.append((level.bits, level.field, level.row, level.offset, level.words, level.base, level.count, start))
+        levels.append(Level(*astuple(level), start))
         start += 2**level.bits
-    return tuple(zip(*rows, strict=True))
+    return tuple(levels)
 
 
 def polarquant_recursive_side(
@@ -233,7 +222,7 @@ def polarquant_recursive_side(
     radii = sum(len(PLANES[bits]) for bits, _ in tree.widths)
     return KernelSide(
         score if keys else accumulate,
-        Tree(odd, pad, tree.roots, radii, coded, fast, keys, *level_columns(tree)),
+        Tree(odd, pad, tree.roots, radii, coded, fast, keys, levels_of(tree)),
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
         words=polar_columns.words(books).to(device) if fast else None,

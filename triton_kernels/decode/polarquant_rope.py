@@ -2,6 +2,11 @@
 
 With angle codes a_j[t], radii r_j[t] = (code + offset) · scale (per group, or folded into the query), and φ the unit
 vectors of the angles, the scores are `s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)`.
+
+The fast path looks up cos and sin as `lookup.py` does levels. Tables hold eight angles, with inverted signs: half a
+turn of 4-bit codes, a quarter turn of 5-bit codes. The top bit of a code adds half a turn, which negates cos and sin.
+In the second quarter, 5-bit angles (midpoints of their cells) mirror those of the first: cos and sin swap, and cos
+changes its sign.
 """
 
 from __future__ import annotations
@@ -12,28 +17,89 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs.layout import padded_words, words_per_token
+from kvcache_compress.codecs.layout import PLANES, padded_words
 from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes
-from kvcache_compress.triton_kernels.common import assembly, directions, lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes, load_row, load_scales, tile_channels
+from kvcache_compress.triton_kernels.common import assembly, lookup
+from kvcache_compress.triton_kernels.common.codes import (
+    Codes,
+    codes_of,
+    high_plane,
+    load_codes,
+    load_row,
+    load_scales,
+    load_words,
+    low_plane,
+    planes,
+    tile_channels,
+)
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
 
 
 class Polar(NamedTuple):
-    """Bits of angles and radii, words of a token, padded words (`codes.py`), offset of decoded radii in their cells.
+    """Codes of angles and radii, and the offset of decoded radii in their cells.
 
-    tokens: tokens of a group that shares scales, or 0; match: True if scores are scaled; fast: True if `directions.py`
+    tokens: tokens of a group that shares scales, or 0; match: True if scores are scaled; fast: True if `directions`
     and `lookup.py` can unpack the codes.
     """
 
-    angle_bits: int
-    radius_bits: int
-    words: int
-    padded: int
+    angles: Codes
+    radii: Codes
     offset: float
     tokens: int
     match: bool
     fast: bool
+
+
+def _tables(first: int) -> tuple[tuple[str, str, str, str], tuple[str, str, str, str]]:
+    """Registers of the tables of cos and of sin; Triton passes every constant twice (`pack=2`)."""
+    cos_0, cos_1, cos_2, cos_3, sin_0, sin_1, sin_2, sin_3 = (f"${first + 2 * i}" for i in range(8))
+    return (cos_0, cos_1, cos_2, cos_3), (sin_0, sin_1, sin_2, sin_3)
+
+
+def _five_bits() -> list[str]:
+    cos, sin = _tables(22)
+    lines = [
+        "lop3.b32 r0, $20, $21, 0x0f0f, 0xe4",
+        "prmt.b32 r0, $18, $19, r0",
+        "prmt.b32 r0, r0, 0, 0x1100",  # bytes A A B B of the high plane
+        "shr.u32 r1, r0, 1",
+        "lop3.b32 r9, r1, r0, 0xff00ff00, 0xe4",  # bit j holds fields j and j + 1 of A, and of B
+    ]
+    for half, places in ((0, "0x5140"), (1, "0x7362")):
+        lines += [
+            f"prmt.b32 r0, $16, $17, {places}",
+            "and.b32 r1, r0, 0x88888888",
+            "shr.u32 r2, r1, 3",
+            "sub.u32 r2, r1, r2",  # 7 in the second quarter
+            "lop3.b32 r3, r0, r2, 0x77777777, 0x28",  # (code ^ r2) & 7
+            "shl.b32 r4, r0, 4",
+            "shr.u32 r5, r3, 16",
+        ]
+        for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
+            field = 4 * half + part
+            lines += [f"prmt.b32 r6, r4, r0, {signs}", f"shl.b32 r7, r9, {7 - field}", "xor.b32 r6, r6, r7"]
+            lines += assembly.pairs(selectors, cos, (f"${field}", f"${field + 1}"), "r6")
+            lines += assembly.pairs(selectors, sin, (f"${8 + field}", f"${9 + field}"), "r7")
+    return lines
+
+
+FOUR_BITS = assembly.block(16, 18, *lookup.four_bits("$16", "$17", *_tables(18)))
+FIVE_BITS = assembly.block(16, 22, *_five_bits())
+
+
+@triton.jit
+def directions(tile, CODES: tl.constexpr):
+    """Tiles of cos, then tiles of sin, float16 in code order; the last of the words are `assembly.places`."""
+    words = tile.words
+    b_words = load_words(low_plane(tile, CODES), tile, CODES.words, CODES.padded, CODES.words)
+    if CODES.bits == 4:
+        b_both = assembly.assembled(FOUR_BITS, (b_words,) + words[:8], 16)
+    else:
+        b_high = assembly.load_bytes(high_plane(tile, CODES), tile, CODES.words, CODES.padded, CODES.words)
+        b_both = assembly.assembled(FIVE_BITS, (b_words, b_high, words[len(words) - 1]) + words[:8], 16)
+    if CODES.padded < 16:
+        b_both = assembly.joined(b_both)
+    return b_both
 
 
 @triton.jit
@@ -47,21 +113,21 @@ def as_numbers(b_codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def radii(
-    b_steps, p_scale, o_row, i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
-    UNIT: tl.constexpr, OFFSET: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def decoded_radii(
+    b_steps, tile, i: tl.constexpr, META: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, FAST: tl.constexpr
+):
     """Radii `(steps / UNIT + OFFSET) scale` of tile `i`, whose tokens lie in one group."""
-    if TOKENS == 0:
+    CODES: tl.constexpr = META.radii
+    if META.tokens == 0:
         b_scale = tl.full([1, 1], 1.0, b_steps.dtype)
     else:
-        tl.static_assert(b_steps.shape[0] <= TOKENS)
-        p_scale += o_row // TOKENS * (8 * WORDS)
-        if WORDS == PADDED and p_scale.dtype.element_ty.primitive_bitwidth == 16:
+        tl.static_assert(b_steps.shape[0] <= META.tokens)
+        p_scale = tile.fields[CODES.field + planes(CODES.bits)] + tile.o_row // META.tokens * (8 * CODES.words)
+        if CODES.words == CODES.padded and p_scale.dtype.element_ty.primitive_bitwidth == 16:
             WIDTH: tl.constexpr = b_steps.shape[1]
             b_scale = load_row(p_scale + i * WIDTH, WIDTH).to(b_steps.dtype)
         else:
-            o_d, m_d = tile_channels(i, WORDS, PADDED)
+            o_d, m_d = tile_channels(i, CODES)
             b_scale = tl.load(p_scale + o_d[None, :], mask=m_d[None, :], other=0.0).to(b_steps.dtype)
     b_zero = b_scale * OFFSET
     b_scale *= 1 / UNIT
@@ -82,48 +148,35 @@ def points(p_points, b_angles, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def unpacked_scores(
-    b_q, fields, p_points, p_scale, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
+def unpacked_scores(b_q, tile, META: tl.constexpr):
     """Scores from unpacked codes: the portable path."""
-    b_angles = load_codes(
-        fields[0], fields[AT - 1], o_row, o_t, m_t, META.angle_bits, META.words, META.padded, META.words
-    )
-    b_steps = load_codes(
-        fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META.radius_bits, META.words, META.padded, META.words
-    )
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
+    ANGLES: tl.constexpr = META.angles
+    RADII: tl.constexpr = META.radii
+    DTYPE: tl.constexpr = b_q[0].dtype
+    b_angles, b_steps = load_codes(tile, ANGLES), load_codes(tile, RADII)
+    b_s = tl.zeros([tile.o_t.shape[0], b_q[0].shape[1]], tl.float32)
     TILES: tl.constexpr = len(b_angles)
     for j in tl.static_range(TILES):
-        b_steps_j = as_numbers(b_steps[j], b_q[0].dtype)
-        b_radii = radii(b_steps_j, p_scale, o_row, j, META.words, META.padded, 1, META.offset, META.tokens, False)
-        b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
+        b_radii = decoded_radii(as_numbers(b_steps[j], DTYPE), tile, j, META, 1, META.offset, False)
+        b_cos, b_sin = points(tile.tables[0], b_angles[j], DTYPE)
         b_s = tl.dot(b_radii * b_cos, b_q[j], b_s, input_precision="ieee")
         b_s = tl.dot(b_radii * b_sin, b_q[TILES + j], b_s, input_precision="ieee")
     return b_s
 
 
 @triton.jit
-def looked_up_scores(
-    b_q, fields, words, p_scale, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """Scores by `directions.py` and `lookup.py`; `words` are the tables of angles, then of radii."""
-    BITS: tl.constexpr = META.radius_bits
-    b_points = directions.directions(
-        fields[0], fields[AT - 1], words, o_row, o_t, m_t, META.angle_bits, META.words, META.padded
-    )
-    b_steps = lookup.levels(
-        fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, 8, BITS, True, META.words, META.padded, META.words
-    )
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
+def looked_up_scores(b_q, tile, META: tl.constexpr):
+    """Scores by `directions` and `lookup.py`; the words are the tables of angles, then of radii."""
+    ANGLES: tl.constexpr = META.angles
+    RADII: tl.constexpr = META.radii
+    UNIT: tl.constexpr = lookup.unit(RADII.bits)
+    OFFSET: tl.constexpr = META.offset + (2**RADII.bits - 1) / 2
+    b_points = directions(tile, ANGLES)
+    b_steps = lookup.levels(tile, tile.words, RADII, 8, True)
+    b_s = tl.zeros([tile.o_t.shape[0], b_q[0].shape[1]], tl.float32)
     TILES: tl.constexpr = len(b_steps)
-    OFFSET: tl.constexpr = META.offset + (2**BITS - 1) / 2
     for j in tl.static_range(TILES):
-        b_radii = radii(
-            b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
-        )
+        b_radii = decoded_radii(b_steps[j], tile, j, META, UNIT, OFFSET, True)
         b_x, b_y = assembly.product(b_points[j], b_radii), assembly.product(b_points[TILES + j], b_radii)
         b_s = tl.dot(b_x, b_q[j], b_s, input_precision="ieee")
         b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision="ieee")
@@ -131,20 +184,11 @@ def looked_up_scores(
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
     """s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)"""
-    AT: tl.constexpr = 1 if (META.angle_bits == 2 or META.angle_bits == 4) else 2
-    SCALE: tl.constexpr = AT + (1 if (META.radius_bits == 2 or META.radius_bits == 4) else 2)
-    p_scale = fields[SCALE if META.tokens else 0]
-    if FAST and META.fast:
-        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE)
-    else:
-        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE)
+    b_s = looked_up_scores(b_q, tile, META) if FAST and META.fast else unpacked_scores(b_q, tile, META)
     if META.match:
-        b_s *= load_scales(fields[len(fields) - 1], o_row, o_t, m_t).to(tl.float32)[:, None]
+        b_s *= load_scales(tile.fields[len(tile.fields) - 1], tile).to(tl.float32)[:, None]
     return b_s
 
 
@@ -157,11 +201,10 @@ def polarquant_rope_side(
     basis: rows of the pairs' real parts, then of their imaginary parts, `[H or 1, D, D]`.
     """
     pairs = basis.shape[1] // 2
-    fast = lookup.fits(pairs, codes.radius_bits) and directions.fits(points, pairs)
-    meta = Polar(
-        codes.angle_bits, codes.radius_bits, words_per_token(pairs), padded_words(pairs), codes.offset, codes.tokens,
-        codes.match, fast,
-    )  # fmt: skip
+    fast = lookup.fits(pairs, codes.radius_bits) and _fits(points, pairs)
+    angles = codes_of(codes.angle_bits, pairs, 0)
+    radii = codes_of(codes.radius_bits, pairs, len(PLANES[codes.angle_bits]))
+    meta = Polar(angles, radii, codes.offset, codes.tokens, codes.match, fast)
     side = KernelSide(
         score,
         meta,
@@ -172,6 +215,17 @@ def polarquant_rope_side(
     )
     if fast:
         side.places = padded_words(pairs)
-        words = [directions.tables(points), *lookup.even_tables(codes.radius_bits)]
-        side.words = torch.cat([*words, assembly.places(side.places)]).to(points.device)
+        words = _angle_tables(points), lookup.even_table(codes.radius_bits), assembly.places(side.places)
+        side.words = torch.cat(words).to(points.device)
     return side
+
+
+def _fits(points: torch.Tensor, width: int) -> bool:
+    """True if `directions` can unpack codes of `width` channels to these unit vectors `[angles, 2]`."""
+    mirrored = torch.allclose(points[:8], points[:8].flip(0, 1), atol=1e-6)
+    return lookup.fits(width, 1) and (len(points) == 16 or (len(points) == 32 and mirrored))
+
+
+def _angle_tables(points: torch.Tensor) -> torch.Tensor:
+    """Lookup tables that `directions` expects at the start of `words`: int32 `[8]`."""
+    return torch.cat([assembly.byte_table(-part, 3) for part in points[:8].T.cpu()])

@@ -16,72 +16,63 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import CODES_PER_WORD, words_per_token
 from kvcache_compress.triton_kernels.common import assembly, in_place
-from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
+from kvcache_compress.triton_kernels.common.codes import Codes, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, with_mean
 
 CHUNK_WORDS = 16
 """Words of a token that are unpacked at a time; 512 signs at once would spill registers."""
 
 
-class Chunks(NamedTuple):
-    """Constants of the chunks.
+class Chunk(NamedTuple):
+    """Constants of a chunk: its signs, and its first tile of code space.
 
-    field, words: the sketch's field and words per token. first, count, padded: first word, number of words, padded
-    number. last: True for a sketch's last chunk; tile: the chunk's first tile. placed: True if bits stay in place
-    (`in_place.placed`), because chunks fill the sketch; a constant tile after the last then subtracts the middle code.
+    last: True for a sketch's last chunk. placed: True if bits stay in place (`in_place.placed`), because chunks fill
+    the sketch; a constant tile after the last then subtracts the middle code.
     """
 
-    field: tuple[int, ...]
-    words: tuple[int, ...]
-    first: tuple[int, ...]
-    count: tuple[int, ...]
-    padded: tuple[int, ...]
-    last: tuple[bool, ...]
-    tile: tuple[int, ...]
-    placed: tuple[bool, ...]
+    codes: Codes
+    tile: int
+    last: bool
+    placed: bool
+
+
+class Chunks(NamedTuple):
+    """All chunks."""
+
+    parts: tuple[Chunk, ...]
 
 
 @triton.jit
-def signs(
-    fields, words, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Signs of a chunk as tiles of ±1/2 (see `codes.py`), or bits in place."""
-    WORDS: tl.constexpr = META.words[AT]
-    PADDED: tl.constexpr = META.padded[AT]
-    COUNT: tl.constexpr = META.count[AT]
-    PLACED: tl.constexpr = META.placed[AT]
-    p_words = fields[META.field[AT]] + META.first[AT]
-    if FAST and PLACED:
-        b_signs = in_place.placed(p_words, words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT, False)
+def signs(tile, META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Signs of chunk `AT` as tiles of ±1/2 (see `codes.py`), or bits in place."""
+    CHUNK: tl.constexpr = META.parts[AT]
+    CODES: tl.constexpr = CHUNK.codes
+    if FAST and CHUNK.placed:
+        b_signs = in_place.placed(tile, CODES, False)
+    elif CHUNK.placed:
+        b_signs = in_place.placed_codes(tile, CODES, DTYPE)
     else:
-        b_bits = load_codes(p_words, p_words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT)
-        if PLACED:
-            b_signs = in_place.placed_codes(b_bits, PADDED, 1, DTYPE)
-        else:
-            b_signs = ()
-            for j in tl.static_range(len(b_bits)):
-                b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
-    if PLACED and META.last[AT]:
-        b_signs = b_signs + (in_place.middle_tile(o_t.shape[0], 1, DTYPE, FAST),)
+        b_signs = ()
+        b_bits = load_codes(tile, CODES)
+        for j in tl.static_range(len(b_bits)):
+            b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
+    if CHUNK.placed and CHUNK.last:
+        b_signs = b_signs + (in_place.middle_tile(tile.o_t.shape[0], 1, DTYPE, FAST),)
     return b_signs
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
     """s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩ (Definition 3.1)"""
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
+    b_s = tl.zeros([tile.o_t.shape[0], b_q[0].shape[1]], tl.float32)
     b_sketch = b_s
-    for i in tl.static_range(len(META.field)):
-        b_signs = signs(fields, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
+    for i in tl.static_range(len(META.parts)):
+        b_signs = signs(tile, META, i, b_q[0].dtype, FAST)
         for j in tl.static_range(len(b_signs)):
-            b_sketch = tl.dot(b_signs[j], b_q[META.tile[i] + j], b_sketch, input_precision="ieee")
-        if META.last[i]:
-            b_scale = load_scales(fields[META.field[i] + 1], o_row, o_t, m_t).to(tl.float32)
-            if META.placed[i] and FAST:
+            b_sketch = tl.dot(b_signs[j], b_q[META.parts[i].tile + j], b_sketch, input_precision="ieee")
+        if META.parts[i].last:
+            b_scale = load_scales(tile.fields[META.parts[i].codes.field + 1], tile).to(tl.float32)
+            if META.parts[i].placed and FAST:
                 b_scale *= 1 / in_place.UNIT
             b_s += b_sketch * b_scale[:, None]
             b_sketch = tl.zeros_like(b_s)
@@ -90,7 +81,7 @@ def score(
 
 def qjl_side(basis: torch.Tensor, counts: Sequence[int], mean: torch.Tensor | None) -> KernelSide:
     """Kernel operands of sketches of `counts` rows each of `basis` `[H or 1, W, D]`, and `mean` `[H, D]`, if any."""
-    meta, widths, parts = [], [], []
+    chunks, widths, parts = [], [], []
     for index, rows in enumerate(basis.split([*counts], 1)):
         words = words_per_token(rows.shape[1])
         rows = 2 * rows.unflatten(1, (CODES_PER_WORD, words))
@@ -100,7 +91,7 @@ def qjl_side(basis: torch.Tensor, counts: Sequence[int], mean: torch.Tensor | No
             count = min(CHUNK_WORDS, words - first)
             padded = max(2, triton.next_power_of_2(count))
             last = first + count == words
-            meta.append((2 * index, words, first, count, padded, last, len(widths), placed))
+            chunks.append(Chunk(Codes(1, 2 * index, words, first, count, padded), len(widths), last, placed))
             chunk = rows.new_zeros(len(rows), CODES_PER_WORD, padded, rows.shape[-1])
             chunk[:, :, :count] = rows[:, :, first : first + count]
             chunk = chunk.flatten(1, 2)
@@ -114,7 +105,7 @@ def qjl_side(basis: torch.Tensor, counts: Sequence[int], mean: torch.Tensor | No
             widths.append(16)
     return KernelSide(
         score,
-        Chunks(*zip(*meta, strict=True)),
+        Chunks(tuple(chunks)),
         tuple(widths),
         words=assembly.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,

@@ -26,7 +26,7 @@ from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.layout import words_per_token
 from kvcache_compress.codecs.quantizers.digits import DigitCodes
 from kvcache_compress.triton_kernels.common import assembly, lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
+from kvcache_compress.triton_kernels.common.codes import Codes, load_codes, load_scales, low_plane
 from kvcache_compress.triton_kernels.common.eras import era_part
 from kvcache_compress.triton_kernels.common.operands import KernelSide, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall
@@ -49,26 +49,26 @@ SMALL = tl.constexpr(2.0**-12)
 """Factor of the levels of two bits in the fast path, of mapped means and of the table of places."""
 
 
-class Digits(NamedTuple):
-    """Constants of the digits, in parts of at most 16 words per token.
+class Part(NamedTuple):
+    """Constants of a run of digits, of at most 16 words per token.
 
-    bits, words, at, count, padded: by part, bits of a digit, words of a token in its plane, first word and number of
-        words of the part, and padded number of words (`codes.py`).
-    field, fast, tile: by part, the plane's field, the place of the part's `assembly.places` in the words or -1 if
-        `lookup.py` cannot unpack it, and its first tile.
+    places: place of its `assembly.places` in the words, or -1 if `lookup.py` cannot unpack it; tile: its first tile.
+    """
+
+    codes: Codes
+    places: int
+    tile: int
+
+
+class Digits(NamedTuple):
+    """Constants of the digits.
+
     scale: field of the scales; tables: words that hold the table of digits of two bits.
     group, rotary: tokens per group, and pairs of channels that RoPE rotates.
     columns: of the map.
     """
 
-    bits: tuple[int, ...]
-    words: tuple[int, ...]
-    at: tuple[int, ...]
-    count: tuple[int, ...]
-    padded: tuple[int, ...]
-    field: tuple[int, ...]
-    fast: tuple[int, ...]
-    tile: tuple[int, ...]
+    parts: tuple[Part, ...]
     scale: int
     tables: int
     group: int
@@ -76,14 +76,13 @@ class Digits(NamedTuple):
     columns: int
 
 
-_BIT = assembly.text(
+BIT = assembly.block(
+    8,
+    4,
     "lop3.b32 r1, 0x0000000f, $10, $11, 0xca",  # A's selector, then B's
     "prmt.b32 r0, $8, $9, r1",  # their bytes in halves, beside others that are masked
     *(f"and.b32 ${j}, r0, {0x00010001 << j:#x}" for j in range(8)),
 )
-BIT = assembly.block(_BIT, 8, 4)
-
-
 STAGES = tl.constexpr(3 if tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1) else 1)
 """Stages of the loop over a map. Earlier releases show tensor cores of Hopper what was copied ahead without the fence
 that they need (triton-lang/triton#10537)."""
@@ -177,40 +176,30 @@ def turn_call(side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any],
 
 
 @triton.jit
-def part_levels(
-    fields, tables, words, o_row, o_t, m_t,
-    META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Tiles of the levels of a part's digits: those of one bit are ±0.5.
+def part_levels(tile, META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Tiles of the levels of the digits of part `AT`: those of one bit are ±0.5.
 
     FAST: in units of `SMALL`, and those of one bit in place, 0 or 2^field in units of `UNIT`.
     """
-    BITS: tl.constexpr = META.bits[PART]
-    WORDS: tl.constexpr = META.words[PART]
-    COUNT: tl.constexpr = META.count[PART]
-    PADDED: tl.constexpr = META.padded[PART]
-    PLACE: tl.constexpr = META.fast[PART]
-    AT: tl.constexpr = META.at[PART]
-    FIELD: tl.constexpr = META.field[PART]
-    TABLES: tl.constexpr = META.tables
-    p_words = fields[FIELD] + AT
-    if FAST and PLACE >= 0:
-        if BITS == 1:
-            b_fours = assembly.load_bytes(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-            b_levels = assembly.assembled(BIT, (b_fours, words[PLACE]))
-            if PADDED < TILE:
+    PART: tl.constexpr = META.parts[AT]
+    CODES: tl.constexpr = PART.codes
+    if FAST and PART.places >= 0:
+        if CODES.bits == 1:
+            b_fours = assembly.load_bytes(low_plane(tile, CODES), tile, CODES.words, CODES.padded, CODES.count)
+            b_levels = assembly.assembled(BIT, (b_fours, tile.words[PART.places]))
+            if CODES.padded < TILE:
                 b_levels = assembly.joined(b_levels)
         else:
-            b_words = words[:TABLES] + (words[PLACE],)
-            b_levels = lookup.levels(p_words, p_words, b_words, o_row, o_t, m_t, 0, BITS, False, WORDS, PADDED, COUNT)
+            b_words = tile.words[: META.tables] + (tile.words[PART.places],)
+            b_levels = lookup.levels(tile, b_words, CODES, 0, False)
     else:
         b_levels = ()
-        b_codes = load_codes(p_words, p_words, o_row, o_t, m_t, BITS, WORDS, PADDED, COUNT)
+        b_codes = load_codes(tile, CODES)
         for i in tl.static_range(len(b_codes)):
-            if BITS == 2:
-                b_tile = tl.load(tables[LEVELS] + b_codes[i]) * (SMALL if FAST else 1.0)
+            if CODES.bits == 2:
+                b_tile = tl.load(tile.tables[LEVELS] + b_codes[i]) * (SMALL if FAST else 1.0)
             elif FAST:
-                o_field = i * (TILE // PADDED) + tl.arange(0, TILE) // PADDED
+                o_field = i * (TILE // CODES.padded) + tl.arange(0, TILE) // CODES.padded
                 b_tile = (b_codes[i] << o_field[None, :]).to(tl.int16).to(tl.float16, bitcast=True)
             else:
                 b_tile = b_codes[i].to(DTYPE) - 0.5
@@ -219,28 +208,23 @@ def part_levels(
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
     """s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g), in `UNIT`.
 
     b_q: the group's queries as `turn_kernel` makes them, and their constant.
     """
-    GROUP: tl.constexpr = META.group
-    SCALE: tl.constexpr = META.scale
     MEANS: tl.constexpr = len(b_q) - 2
     DTYPE: tl.constexpr = b_q[0].dtype
-    b_scale = load_scales(fields[SCALE], o_row, o_t, m_t).to(tl.float32)
+    b_scale = load_scales(tile.fields[META.scale], tile).to(tl.float32)
     if not FAST:
         b_scale *= UNIT
-    o_place = (o_row % GROUP).to(tl.int32) + o_t
-    p_places = tables[PLACES] + (i_h * GROUP + o_place)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
-    for i in tl.static_range(len(META.bits)):
-        b_levels = part_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
+    o_place = (tile.o_row % META.group).to(tl.int32) + tile.o_t
+    p_places = tile.tables[PLACES] + (tile.i_h * META.group + o_place)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    b_s = tl.zeros([tile.o_t.shape[0], b_q[0].shape[1]], tl.float32)
+    for i in tl.static_range(len(META.parts)):
+        b_levels = part_levels(tile, META, i, DTYPE, FAST)
         for j in tl.static_range(len(b_levels)):
-            b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision="ieee")
+            b_s = tl.dot(b_levels[j], b_q[META.parts[i].tile + j], b_s, input_precision="ieee")
     # Not as the third operand of this product, which Triton would also make of a sum: nothing that reaches a product in
     # that place is prefetched, and each iteration would wait for the scales.
     b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision="ieee")
@@ -261,8 +245,8 @@ def spectral_side(
     device, dim, rope = context.device, context.head_dim, context.rope
     chosen = digits.channels.long()[..., None].expand(*digits.channels.shape, dim)
     by_digit = directions.gather(1, chosen)
-    of_parts, rows, factors = [], [], []
-    first = digit = 0
+    runs, rows, factors = [], [], []
+    digit = 0
     planes = [(bits, width) for bits, width in zip((2, 1), digits.counts, strict=True) if width]
     for field, (bits, width) in enumerate(planes):
         words, run = words_per_token(width), slice(digit, digit + width)
@@ -276,18 +260,18 @@ def spectral_side(
         for at in range(0, words, TILE.value):
             count = min(words - at, TILE.value)
             padded = 8 if count <= 8 else 16
-            of_parts.append((bits, words, at, count, padded, field, first))
+            runs.append(Codes(bits, field, words, at, count, padded))
             rows.append(functional.pad(by_word[:, :, at : at + count], (0, 0, 0, padded - count)).flatten(1, 2))
-            by_part = torch.stack(kinds, 1)[..., at : at + count]
-            factors.append(functional.pad(by_part, (0, padded - count)).flatten(2, 3))
-            first += 8 * padded // TILE.value
+            by_run = torch.stack(kinds, 1)[..., at : at + count]
+            factors.append(functional.pad(by_run, (0, padded - count)).flatten(2, 3))
         digit += width
-    fast = [_fits(bits, words, count, padded) for bits, words, _, count, padded, _, _ in of_parts]
-    sizes = sorted({part[4] for part, fits in zip(of_parts, fast, strict=True) if fits}, reverse=True)
+    sizes = sorted({codes.padded for codes in runs if _fits(codes)}, reverse=True)
     tables = [assembly.byte_table(SMALL.value * levels.cpu(), 2)] if digits.counts.twos else []
     ahead = sum(map(len, tables))
-    places_of = tuple(ahead + sizes.index(part[4]) if fits else -1 for part, fits in zip(of_parts, fast, strict=True))
-    bits_of, words_of, at_of, count_of, padded_of, field_of, tile_of = zip(*of_parts, strict=True)
+    parts, tile = [], 0
+    for codes in runs:
+        parts.append(Part(codes, ahead + sizes.index(codes.padded) if _fits(codes) else -1, tile))
+        tile += 8 * codes.padded // TILE.value
     unit, means, places = _scaled(directions, means, places)
     of_means = torch.tensor([SMALL.value, SMALL.value, 0.0], device=device)
     factors.append(of_means[:, None].expand(len(means), 3, means.shape[1]))
@@ -295,10 +279,10 @@ def spectral_side(
     order = torch.tensor(rope.order if rope else range(dim), device=device).view(2, half)
     spread = functional.pad(torch.eye(dim, device=device)[order], (0, 0, 0, max(16, next_power_of_2(half)) - half))
     spread = spread.flatten(0, 1)
-    matrix = torch.cat([*(part / unit for part in rows), means], 1)
+    matrix = torch.cat([*(run / unit for run in rows), means], 1)
     meta = Digits(
-        bits_of, words_of, at_of, count_of, padded_of, field_of, places_of, tile_of, scale=len(planes), tables=ahead,
-        group=group, rotary=rope.rotary if rope else 0, columns=matrix.shape[1],
+        tuple(parts), scale=len(planes), tables=ahead, group=group, rotary=rope.rotary if rope else 0,
+        columns=matrix.shape[1],
     )  # fmt: skip
     return KernelSide(
         score,
@@ -322,11 +306,11 @@ def _places(words: int) -> torch.Tensor:
     return assembly.places(words) & -0x10000 | byte | 4 + byte << 8
 
 
-def _fits(bits: int, words: int, count: int, padded: int) -> bool:
-    """True if `lookup.levels` can unpack a part: it reads some planes as words of 32 bits."""
-    if bits == 2:
-        return padded >= TILE.value or words % 2 == count % 2 == 0
-    return words % 4 == count % 4 == 0
+def _fits(codes: Codes) -> bool:
+    """True if `lookup.levels` can unpack digits: it reads some planes as words of 32 bits."""
+    if codes.bits == 2:
+        return codes.padded >= TILE.value or codes.words % 2 == codes.count % 2 == 0
+    return codes.words % 4 == codes.count % 4 == 0
 
 
 def _scaled(

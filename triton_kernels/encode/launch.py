@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import Field
+from kvcache_compress.triton_kernels.common.codes import NewTile
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import portable, repeated
 
@@ -32,10 +33,11 @@ def encode_kernel(
     i_bh = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_x = i_bh // H * s_b + i_bh % H * s_h + o_t.to(tl.int64) * s_t
-    ENCODE(
+    tile = NewTile(
         p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, p_rope + i_bh // H * s_rope, at + o_t, tables,
-        i_bh % H, D, META, PRECISION,
+        i_bh % H,
     )  # fmt: skip
+    ENCODE(tile, D, META, PRECISION)
 
 
 @triton.jit(do_not_specialize=("s_rope", "tokens", "kept", "at", "capacity", "tail_capacity", "next_capacity"))
@@ -58,11 +60,11 @@ def flush_kernel(
         b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
         good = tl.min((b_length <= LONGEST).to(tl.int32), 0)
         tl.store(p_good, good, mask=good == 0)
-        m_t = o_t < tokens
-        p_rope += i_bh // H * s_rope
-        ENCODE(
-            p_x, o_x, m_t, fields, i_bh * capacity + at + o_t, p_rope, at + o_t, tables, i_bh % H, D, META, PRECISION
-        )
+        tile = NewTile(
+            p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, p_rope + i_bh // H * s_rope, at + o_t, tables,
+            i_bh % H,
+        )  # fmt: skip
+        ENCODE(tile, D, META, PRECISION)
     else:
         o_next = (i_bh * next_capacity + o_t - tokens) * D
         tl.store(p_next + o_next[:, None] + o_d[None, :], b_x, mask=m_x)

@@ -14,19 +14,33 @@ import triton.language as tl
 from kvcache_compress.codecs.layout import PLANES
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.codecs.quantizers.scalar import Scalar
+from kvcache_compress.triton_kernels.common.codes import low_bits, planes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
-from kvcache_compress.triton_kernels.decode.polarquant_recursive import halves, level_columns, padding, points
+from kvcache_compress.triton_kernels.decode.polarquant_recursive import Level, halves, levels_of, padding, points
 
-from .rotate import rotated
-from .turboquant import SCALARS, UNBIASED
+from .turboquant import SCALARS, UNBIASED, rotated
+
+
+class SharedWords(NamedTuple):
+    """Words that coarse levels of equal bits share in one plane.
+
+    field: of the plane; first: of its low plane; bits: of the plane; shift: bits below it; row: words of a token;
+    offset, words: the first shared word in a row, and their number.
+    """
+
+    field: int
+    first: int
+    bits: int
+    shift: int
+    row: int
+    offset: int
+    words: int
 
 
 class EncodedTree(NamedTuple):
     """Odd part of the head dimension, padded odd part, roots, boundaries of the circle below π, the stored scalar.
 
-    coded: True if radii have 8 bits; centred: True if keys are centred; stride: head stride of the rows. By
-    level: as in `Tree`, and the index of its first boundary. By plane in which coarse levels share words: the members
-    that `shared_columns` lists.
+    coded: True if radii have 8 bits; centred: True if keys are centred; stride: head stride of the rows.
     """
 
     odd: int
@@ -37,78 +51,57 @@ class EncodedTree(NamedTuple):
     coded: bool
     centred: bool
     stride: int
-    bits: tuple[int, ...]
-    field: tuple[int, ...]
-    row: tuple[int, ...]
-    offset: tuple[int, ...]
-    words: tuple[int, ...]
-    base: tuple[int, ...]
-    count: tuple[int, ...]
-    start: tuple[int, ...]
-    bound: tuple[int, ...]
-    shared_field: tuple[int, ...]
-    shared_first: tuple[int, ...]
-    shared_bits: tuple[int, ...]
-    shared_shift: tuple[int, ...]
-    shared_row: tuple[int, ...]
-    shared_offset: tuple[int, ...]
-    shared_words: tuple[int, ...]
+    levels: tuple[Level, ...]
+    shared: tuple[SharedWords, ...]
 
 
 @triton.jit
 def store_plane(
-    b_codes, p_plane, o_n, m_n, SHIFT: tl.constexpr, PLANE: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
+    b_codes, tile, SHIFT: tl.constexpr, PLANE: tl.constexpr, FIELD: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
 ):
     """Pack bits `[SHIFT, SHIFT + PLANE)` of the codes of level `AT`, int32 `[T, 8 * words]`, into their plane."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
-    SIZE: tl.constexpr = META.words[AT] // ODD * PAD
+    LEVEL: tl.constexpr = META.levels[AT]
+    SIZE: tl.constexpr = LEVEL.words // ODD * PAD
     b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> SHIFT) & (2**PLANE - 1)
     b_words = tl.sum(b_parts << (PLANE * tl.arange(0, 8))[None, :, None], 1)
     o_c = tl.arange(0, SIZE)
-    o_w = o_n[:, None] * META.row[AT] + META.offset[AT] + (o_c // PAD * ODD + o_c % PAD)[None, :]
-    m_w = m_n[:, None] & (o_c % PAD < ODD)[None, :]
-    tl.store(p_plane + o_w, b_words.to(p_plane.dtype.element_ty), mask=m_w)
+    o_w = tile.o_row[:, None] * LEVEL.row + LEVEL.offset + (o_c // PAD * ODD + o_c % PAD)[None, :]
+    m_w = tile.m_t[:, None] & (o_c % PAD < ODD)[None, :]
+    tl.store(tile.fields[FIELD] + o_w, b_words.to(tile.fields[FIELD].dtype.element_ty), mask=m_w)
 
 
 @triton.jit
-def store_whole(b_codes, fields, o_n, m_n, META: tl.constexpr, AT: tl.constexpr):
+def store_whole(b_codes, tile, META: tl.constexpr, AT: tl.constexpr):
     """Store level `AT`, if it fills whole words."""
-    BITS: tl.constexpr = META.bits[AT]
-    FIELD: tl.constexpr = META.field[AT]
-    LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
-    if META.count[AT] == 8 * META.words[AT]:
-        store_plane(b_codes, fields[FIELD], o_n, m_n, 0, LOW, META, AT)
-        if BITS > LOW:
-            store_plane(b_codes, fields[FIELD + 1], o_n, m_n, LOW, BITS - LOW, META, AT)
+    LEVEL: tl.constexpr = META.levels[AT]
+    LOW: tl.constexpr = low_bits(LEVEL.bits)
+    if LEVEL.count == 8 * LEVEL.words:
+        store_plane(b_codes, tile, 0, LOW, LEVEL.field, META, AT)
+        if planes(LEVEL.bits) > 1:
+            store_plane(b_codes, tile, LOW, LEVEL.bits - LOW, LEVEL.field + 1, META, AT)
 
 
 @triton.jit
-def word_part(
-    b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
-):
-    """Bits that the codes of level `AT`, int32 `[T, W]`, contribute to its shared word `WORD`: int32 `[T]`."""
+def store_shared(b_levels, tile, META: tl.constexpr, AT: tl.constexpr):
+    """Store the words that coarse levels share in one plane."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
-    WORDS: tl.constexpr = META.words[AT]
-    o_c = tl.arange(0, b_codes.shape[1])
-    o_i = META.base[AT] + o_c // PAD * ODD + o_c % PAD
-    m_i = (o_c % PAD < ODD) & (o_i % WORDS == WORD)
-    b_part = ((b_codes >> SHIFT) & (2**PLANE - 1)) << (PLANE * (o_i // WORDS))[None, :]
-    return tl.sum(tl.where(m_i[None, :], b_part, 0), 1)
-
-
-@triton.jit
-def store_shared(b_levels, fields, o_n, m_n, META: tl.constexpr, PLACE: tl.constexpr):
-    """Store the words that coarse levels share in one plane."""
-    WORDS: tl.constexpr = META.shared_words[PLACE]
+    SHARED: tl.constexpr = META.shared[AT]
+    WORDS: tl.constexpr = SHARED.words
     for w in tl.static_range(WORDS):
-        b_word = tl.zeros([o_n.shape[0]], tl.int32)
+        b_word = tl.zeros([tile.o_row.shape[0]], tl.int32)
         for i in tl.static_range(len(b_levels)):
-            if META.field[i] == META.shared_first[PLACE] and META.count[i] != 8 * META.words[i]:
-                b_word += word_part(b_levels[i], w, META.shared_bits[PLACE], META.shared_shift[PLACE], META, i)
-        p_word = fields[META.shared_field[PLACE]] + o_n * META.shared_row[PLACE] + META.shared_offset[PLACE] + w
-        tl.store(p_word, b_word.to(p_word.dtype.element_ty), mask=m_n)
+            if META.levels[i].field == SHARED.first and META.levels[i].count != 8 * META.levels[i].words:
+                o_c = tl.arange(0, b_levels[i].shape[1])
+                o_i = META.levels[i].base + o_c // PAD * ODD + o_c % PAD
+                m_i = (o_c % PAD < ODD) & (o_i % WORDS == w)
+                b_part = (b_levels[i] >> SHARED.shift) & (2**SHARED.bits - 1)
+                b_part = b_part << (SHARED.bits * (o_i // WORDS))[None, :]
+                b_word += tl.sum(tl.where(m_i[None, :], b_part, 0), 1)
+        p_word = tile.fields[SHARED.field] + tile.o_row * SHARED.row + SHARED.offset + w
+        tl.store(p_word, b_word.to(p_word.dtype.element_ty), mask=tile.m_t)
 
 
 @triton.jit
@@ -136,7 +129,7 @@ def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
 
 
 @triton.jit
-def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.constexpr):
+def store_radii(b_energy, b_cross, tile, META: tl.constexpr):
     """Store the radii of the roots, from squared radii and inner products with code points; 8-bit ones by logarithm."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
@@ -149,70 +142,68 @@ def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.c
     else:
         b_radii = tl.sqrt_rn(b_energy)
     o_r = tl.arange(0, ROOTS // ODD * PAD)
-    o_i = o_row[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
-    m_i = m_t[:, None] & (o_r % PAD < ODD)[None, :]
+    o_i = tile.o_row[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
+    m_i = tile.m_t[:, None] & (o_r % PAD < ODD)[None, :]
     if META.coded:
+        p_range = tile.tables[3] + 2 * tile.i_h
         b_logs = tl.log2(tl.maximum(b_radii, 1e-30))
-        b_steps = (b_logs - tl.load(p_range + 2 * i_h)) / tl.load(p_range + 2 * i_h + 1)
+        b_steps = (b_logs - tl.load(p_range)) / tl.load(p_range + 1)
         b_codes = tl.minimum(tl.maximum(tl.floor(b_steps + 0.5) + 1.0, 0.0), 255.0)
         b_radii = tl.where(b_radii > 0, b_codes, 0.0)
     else:
         b_radii = tl.minimum(b_radii, 65504.0)
+    p_radii = tile.fields[len(tile.fields) - 1]
     tl.store(p_radii + o_i, b_radii.to(p_radii.dtype.element_ty), mask=m_i)
 
 
 @triton.jit
-def encode_tree(
-    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def encode_tree(tile, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr):
     """Encode all levels, from the first on (Algorithm 1).
 
     `tables` are rows `[H or 1, D, D]`, boundaries and points of all levels, least logarithm and step of 8-bit radii
     `[H, 2]`, and the mean `[H, D]`. With products not fused with sums but rounded as in torch, all codes follow from
     the rotated numbers to the bit.
     """
-    DEPTH: tl.constexpr = len(META.bits)
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
+    tables = tile.tables
     o_c = tl.arange(0, D // 2 // ODD * PAD)
     o_y, m_y = o_c // PAD * ODD + o_c % PAD, o_c % PAD < ODD
-    p_rows, p_mean = tables[0] + i_h * META.stride, tables[4] + i_h * D
-    b_low = rotated(p_x, o_x, m_t, p_rows, o_y, m_y, p_mean, D, META.centred, PRECISION)
-    b_high = rotated(p_x, o_x, m_t, p_rows, D // 2 + o_y, m_y, p_mean, D, META.centred, PRECISION)
-    b_codes = circle_codes(b_low, b_high, tables[1], META.bits[0], META.lower)
-    store_whole(b_codes, fields, o_row, m_t, META, 0)
+    p_rows, p_mean = tables[0] + tile.i_h * META.stride, tables[4] + tile.i_h * D
+    b_low = rotated(tile, p_rows, o_y, m_y, p_mean, D, META.centred, PRECISION)
+    b_high = rotated(tile, p_rows, D // 2 + o_y, m_y, p_mean, D, META.centred, PRECISION)
+    b_codes = circle_codes(b_low, b_high, tables[1], META.levels[0].bits, META.lower)
+    store_whole(b_codes, tile, META, 0)
     b_levels = (b_codes,)
     b_cos, b_sin = tl.split(points(tables[2], b_codes, 0))
     b_energy = b_low * b_low + b_high * b_high
     b_cross = b_low * b_cos + b_high * b_sin
-    for i in tl.static_range(1, DEPTH):
-        b_codes, b_energy = deeper_codes(b_energy, tables[1], META.bits[i], META.bound[i])
-        store_whole(b_codes, fields, o_row, m_t, META, i)
+    for i in tl.static_range(1, len(META.levels)):
+        # The circle has as many boundaries as codes, each deeper level one less.
+        b_codes, b_energy = deeper_codes(b_energy, tables[1], META.levels[i].bits, META.levels[i].start - i + 1)
+        store_whole(b_codes, tile, META, i)
         b_levels = b_levels + (b_codes,)
         b_low, b_high = halves(b_cross)
-        b_cos, b_sin = tl.split(points(tables[2], b_codes, META.start[i]))
+        b_cos, b_sin = tl.split(points(tables[2], b_codes, META.levels[i].start))
         b_cross = b_low * b_cos + b_high * b_sin
-    for i in tl.static_range(len(META.shared_field)):
-        store_shared(b_levels, fields, o_row, m_t, META, i)
-    store_radii(b_energy, b_cross, fields[len(fields) - 1], tables[3], o_row, m_t, i_h, META)
+    for i in tl.static_range(len(META.shared)):
+        store_shared(b_levels, tile, META, i)
+    store_radii(b_energy, b_cross, tile, META)
 
 
-def shared_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
-    """Members of `EncodedTree` for each plane in which coarse levels share words.
-
-    Field, field of the low plane, bits of the plane, bits below it, words of a token, first shared word, shared words.
-    """
+def shared_words(tree: PolarTree) -> tuple[SharedWords, ...]:
+    """Each plane in which coarse levels share words."""
     shared, field = [], 0
     for bits, _ in tree.widths:
         shift, first = 0, field
         coarse = [level for level in tree.levels if level.bits == bits and not level.fills_words]
         for plane in PLANES[bits]:
             if coarse:
-                shared.append((field, first, plane, shift, coarse[0].row, coarse[0].offset, coarse[0].words))
+                place = coarse[0].row, coarse[0].offset, coarse[0].words
+                shared.append(SharedWords(field, first, plane, shift, *place))
             field += 1
             shift += plane
-    return tuple(zip(*shared, strict=True)) or ((),) * 7
+    return tuple(shared)
 
 
 def polarquant_recursive_encoder(
@@ -223,11 +214,10 @@ def polarquant_recursive_encoder(
 
     radius_range: first logarithm and step of 8-bit radii, `[H, 2]`, or None for radii in 16 bits.
     """
-    bound = tuple(sum(len(book.bounds) for book in books[:level]) for level in range(len(books)))
     stride = rows.stride(0) if len(rows) > 1 else 0
     meta = EncodedTree(
         *padding(tree.head_dim), tree.roots, books[0].lower, SCALARS.index(scalar), radius_range is not None,
-        mean is not None, stride, *level_columns(tree), bound, *shared_columns(tree),
+        mean is not None, stride, levels_of(tree), shared_words(tree),
     )  # fmt: skip
     bounds, table = (torch.cat([getattr(book, name) for book in books]) for name in ("bounds", "points"))
     tables = (rows, bounds, table, bounds if radius_range is None else radius_range, bounds if mean is None else mean)

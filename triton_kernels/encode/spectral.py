@@ -20,10 +20,9 @@ import triton.language as tl
 from torch.nn import functional
 
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.codecs.quantizers.digits import SEARCHED, DigitCodes, Tables
 from kvcache_compress.codecs.quantizers.digits import tables as points_on
-from kvcache_compress.triton_kernels.common.codes import store_codes
+from kvcache_compress.triton_kernels.common.codes import Codes, codes_of, store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
 
 MAX_DIM = 256
@@ -51,7 +50,7 @@ class EncodedDigits(NamedTuple):
 
     rotary: pairs of channels that RoPE rotates; group: tokens with one anchor.
     pieces: number of runs of `PIECE` channels, a power of two; digits: stored per token; tries: scales to search.
-    bits, words, padded, first: by plane, bits of a digit, words of a token, words at a time, and first digit.
+    planes: codes of each plane, of which `padded` words are made at a time; first: first digit of each.
     """
 
     rotary: int
@@ -59,28 +58,23 @@ class EncodedDigits(NamedTuple):
     pieces: int
     digits: int
     tries: int
-    bits: tuple[int, ...]
-    words: tuple[int, ...]
-    padded: tuple[int, ...]
+    planes: tuple[Codes, ...]
     first: tuple[int, ...]
 
 
 @triton.jit
-def anchored(
-    p_x, o_x, m_t, p_rope, o_token, tables, i_h, o_p, o_a, o_b, m_p, D: tl.constexpr, META: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def anchored(tile, o_p, o_a, o_b, m_p, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr):
     """Load keys, rotated back by their groups' anchors, less the mean: real, imaginary parts, float32 `[T, pairs]`.
 
     `o_a` and `o_b` are the channels of pairs `o_p`, where `m_p`.
     """
     ROTARY: tl.constexpr = META.rotary
-    m_x = m_t[:, None] & m_p[None, :]
-    b_a = tl.load(p_x + o_x[:, None] + o_a[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_b = tl.load(p_x + o_x[:, None] + o_b[None, :], mask=m_x, other=0.0).to(tl.float32)
+    p_x, m_x = tile.p_x + tile.o_x[:, None], tile.m_t[:, None] & m_p[None, :]
+    b_a = tl.load(p_x + o_a[None, :], mask=m_x, other=0.0).to(tl.float32)
+    b_b = tl.load(p_x + o_b[None, :], mask=m_x, other=0.0).to(tl.float32)
     if ROTARY > 0:
-        p_cos = p_rope + (o_token // META.group * (2 * ROTARY))[:, None] + o_p[None, :]
-        m_r = m_t[:, None] & (o_p < ROTARY)[None, :]
+        p_cos = tile.p_rope + (tile.o_token // META.group * (2 * ROTARY))[:, None] + o_p[None, :]
+        m_r = tile.m_t[:, None] & (o_p < ROTARY)[None, :]
         b_cos = tl.load(p_cos, mask=m_r, other=1.0).to(tl.float32)
         b_sin = tl.load(p_cos + ROTARY, mask=m_r, other=0.0).to(tl.float32)
         b_length = b_cos * b_cos + b_sin * b_sin
@@ -88,30 +82,30 @@ def anchored(
         b_b = (b_b * b_cos - b_a * b_sin) / b_length
         b_a = b_real
     o_r = tl.arange(0, RANK)
-    o_place = (i_h * META.group + o_token % META.group) * RANK
-    b_places = tl.load(tables[PLACES] + o_place[:, None] + o_r[None, :], mask=m_t[:, None], other=0.0)
-    p_means = tables[MEANS] + (i_h * RANK + o_r)[:, None] * D
+    o_place = (tile.i_h * META.group + tile.o_token % META.group) * RANK
+    b_places = tl.load(tile.tables[PLACES] + o_place[:, None] + o_r[None, :], mask=tile.m_t[:, None], other=0.0)
+    p_means = tile.tables[MEANS] + (tile.i_h * RANK + o_r)[:, None] * D
     b_a -= tl.dot(b_places, tl.load(p_means + o_a[None, :], mask=m_p[None, :], other=0.0), input_precision=PRECISION)
     b_b -= tl.dot(b_places, tl.load(p_means + o_b[None, :], mask=m_p[None, :], other=0.0), input_precision=PRECISION)
     return b_a, b_b
 
 
 @triton.jit
-def channels(p_x, o_x, m_t, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr):
+def channels(tile, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr):
     """Spectral channels of keys, float32 `[channels, T]`, zero beyond `D`.
 
     Tokens come last, so that the lanes of a warp look up points of one channel, which lie in one cache line.
     """
     WIDTH: tl.constexpr = META.pieces * PIECE
     o_c = tl.arange(0, WIDTH)
-    p_basis = tables[ENCODING] + i_h * (D * D)
-    b_y = tl.zeros([o_x.shape[0], WIDTH], tl.float32)
+    p_basis, p_order = tile.tables[ENCODING] + tile.i_h * (D * D), tile.tables[ORDER]
+    b_y = tl.zeros([tile.o_x.shape[0], WIDTH], tl.float32)
     for start in tl.range(0, D // 2, PAIRS, num_stages=1):
         o_p = start + tl.arange(0, PAIRS)
         m_p = o_p < D // 2
-        o_a = tl.load(tables[ORDER] + o_p, mask=m_p, other=0)
-        o_b = tl.load(tables[ORDER] + D // 2 + o_p, mask=m_p, other=0)
-        b_a, b_b = anchored(p_x, o_x, m_t, p_rope, o_token, tables, i_h, o_p, o_a, o_b, m_p, D, META, PRECISION)
+        o_a = tl.load(p_order + o_p, mask=m_p, other=0)
+        o_b = tl.load(p_order + D // 2 + o_p, mask=m_p, other=0)
+        b_a, b_b = anchored(tile, o_p, o_a, o_b, m_p, D, META, PRECISION)
         m_e = m_p[:, None] & (o_c < D)[None, :]
         b_rows = tl.load(p_basis + o_a[:, None] * D + o_c[None, :], mask=m_e, other=0.0)
         b_y = tl.dot(b_a, b_rows, b_y, input_precision=PRECISION)
@@ -156,10 +150,7 @@ def stacked(b_tiles):
 
 
 @triton.jit
-def encode_digits(
-    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def encode_digits(tile, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr):
     """Encode keys: planes of their digits, and the unbiased scale Σ y² / Σ y σ p.
 
     `tables` are channels by pairs `[D]`; factors of the means `[H, group, RANK]` and `[H, RANK, D]`; the encoding
@@ -167,12 +158,13 @@ def encode_digits(
     the number of channels with bits and the depth of the search in each piece `[H, 1 + pieces]`; bounds, values and
     codes of the positive points `[kinds, POINTS]`; channel and place of each digit `[H, digits]`; scales to try.
     """
-    T: tl.constexpr = o_x.shape[0]
+    T: tl.constexpr = tile.o_x.shape[0]
     PIECES: tl.constexpr = META.pieces
     WIDTH: tl.constexpr = PIECES * PIECE
-    b_y = channels(p_x, o_x, m_t, p_rope, o_token, tables, i_h, D, META, PRECISION)
-    b_z = b_y / tl.load(tables[DEVIATION] + i_h * WIDTH + tl.arange(0, WIDTH)[:, None])
-    p_steps = tables[STEPS] + i_h * (PIECES + 1)
+    tables, o_head = tile.tables, tile.i_h * WIDTH
+    b_y = channels(tile, D, META, PRECISION)
+    b_z = b_y / tl.load(tables[DEVIATION] + o_head + tl.arange(0, WIDTH)[:, None])
+    p_steps = tables[STEPS] + tile.i_h * (PIECES + 1)
     b_energy = tl.sum(b_y * b_y, 0)
     b_rms = tl.maximum(tl.sqrt(tl.sum(b_z * b_z, 0) / tl.load(p_steps).to(tl.float32)), 1e-12)
     b_pieces = (b_z,)
@@ -186,7 +178,7 @@ def encode_digits(
         b_error = tl.zeros([PIECE, T], tl.float32)
         b_cross, b_square = b_error, b_error
         for j in tl.static_range(PIECES):
-            o_c = i_h * WIDTH + j * PIECE + tl.arange(0, PIECE)[:, None]
+            o_c = o_head + j * PIECE + tl.arange(0, PIECE)[:, None]
             o_kind, b_weight = tl.load(tables[KIND] + o_c), tl.load(tables[DEVIATION] + o_c)
             b_size = tl.abs(b_pieces[j])
             b_rank = nearest(b_size * (1 / b_try)[None, :], tables[BOUNDS], o_kind, tl.load(p_steps + 1 + j))
@@ -203,10 +195,10 @@ def encode_digits(
         b_step = tl.where(m_b, b_try, b_step)
         b_product = tl.where(m_b, b_gain + b_try * b_norm, b_product)
     b_scale = tl.minimum(b_energy / tl.maximum(b_product, 1e-30), 65504.0)
-    tl.store(fields[len(META.bits)] + o_row, b_scale.to(tl.float16), mask=m_t)
+    tl.store(tile.fields[len(META.planes)] + tile.o_row, b_scale.to(tl.float16), mask=tile.m_t)
     b_codes = ()
     for i in tl.static_range(PIECES):
-        o_kind = tl.load(tables[KIND] + i_h * WIDTH + i * PIECE + tl.arange(0, PIECE)[:, None])
+        o_kind = tl.load(tables[KIND] + o_head + i * PIECE + tl.arange(0, PIECE)[:, None])
         b_size = tl.abs(b_pieces[i]) * (1 / b_step)[None, :]
         b_rank = nearest(b_size, tables[BOUNDS], o_kind, tl.load(p_steps + 1 + i))
         b_code = tl.load(tables[CODE] + (o_kind + b_rank))
@@ -215,27 +207,26 @@ def encode_digits(
     for _ in tl.static_range(MOST_DOUBLINGS):
         if len(b_codes) > 1:
             b_codes = stacked(b_codes)
-    for i in tl.static_range(len(META.bits)):
-        store_digits(b_codes[0], fields[i], tables, i_h * META.digits, o_row, m_t, META, i)
+    for i in tl.static_range(len(META.planes)):
+        store_digits(b_codes[0], tile, META, i)
 
 
 @triton.jit
-def store_digits(b_codes, p_words, tables, o_digit, o_row, m_t, META: tl.constexpr, PLANE: tl.constexpr):
-    """Pack the digits of a plane from the codes of all channels `[channels, T]`; a head's begin at `o_digit`."""
+def store_digits(b_codes, tile, META: tl.constexpr, AT: tl.constexpr):
+    """Pack the digits of plane `AT` from the codes of all channels `[channels, T]`."""
     T: tl.constexpr = b_codes.shape[1]
-    BITS: tl.constexpr = META.bits[PLANE]
-    WORDS: tl.constexpr = META.words[PLANE]
-    PADDED: tl.constexpr = META.padded[PLANE]
+    PLANE: tl.constexpr = META.planes[AT]
+    WORDS: tl.constexpr = PLANE.words
+    PADDED: tl.constexpr = PLANE.padded
     o_n = tl.arange(0, 8 * PADDED)
     for start in tl.static_range(0, WORDS, PADDED):
         o_w = start + o_n % PADDED
-        o_d = o_digit + META.first[PLANE] + o_n // PADDED * WORDS + o_w
-        b_channel = tl.load(tables[CHANNELS] + o_d, mask=o_w < WORDS, other=0)
-        b_shift = tl.load(tables[SHIFTS] + o_d, mask=o_w < WORDS, other=0)
+        o_d = tile.i_h * META.digits + META.first[AT] + o_n // PADDED * WORDS + o_w
+        b_channel = tl.load(tile.tables[CHANNELS] + o_d, mask=o_w < WORDS, other=0)
+        b_shift = tl.load(tile.tables[SHIFTS] + o_d, mask=o_w < WORDS, other=0)
         b_digits = tl.gather(b_codes, tl.broadcast_to(b_channel[:, None], [8 * PADDED, T]), 0)
-        b_digits = (b_digits >> b_shift[:, None]) & (2**BITS - 1)
-        b_digits = tl.permute(tl.reshape(b_digits, [8, PADDED, T]), [2, 0, 1])
-        store_codes(b_digits, p_words, p_words, o_row, m_t, BITS, WORDS, PADDED, start)
+        b_digits = (b_digits >> b_shift[:, None]) & (2**PLANE.bits - 1)
+        store_codes(tl.permute(tl.reshape(b_digits, [8, PADDED, T]), [2, 0, 1]), tile, PLANE, start)
 
 
 def spectral_encoder(
@@ -252,11 +243,12 @@ def spectral_encoder(
     if dim > MAX_DIM:
         return None
     points = points_on(device)
-    planes = [(bits, words_per_token(width)) for bits, width in zip((2, 1), digits.counts, strict=True) if width]
+    widths = [(bits, width) for bits, width in zip((2, 1), digits.counts, strict=True) if width]
+    planes = [codes_of(bits, width, field) for field, (bits, width) in enumerate(widths)]
     pieces = next_power_of_2(-(-dim // PIECE.value))
     meta = EncodedDigits(
-        rope.rotary if rope else 0, group, pieces, digits.channels.shape[1], len(SEARCHED), *zip(*planes, strict=True),
-        padded=tuple(min(MOST_WORDS, padded_words(8 * words)) for _, words in planes),
+        rope.rotary if rope else 0, group, pieces, digits.channels.shape[1], len(SEARCHED),
+        tuple(codes._replace(padded=min(MOST_WORDS, codes.padded)) for codes in planes),
         first=(0, digits.counts.twos)[-len(planes) :],
     )  # fmt: skip
     order = torch.tensor(rope.order if rope else range(dim), dtype=torch.int32, device=device)

@@ -12,13 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs.layout import PLANES, padded_width, padded_words, words_per_token
+from kvcache_compress.codecs.layout import PLANES, padded_width
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, boundaries
-from kvcache_compress.triton_kernels.common.codes import store_codes
+from kvcache_compress.triton_kernels.common.codes import Codes, codes_of, planes, store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 
-from .rotate import rotated
 from .trellis import best_path
 
 MAX_WIDTH = 256
@@ -30,22 +29,37 @@ SCALARS: tuple[Scalar, ...] = ("norm", "match", "unbiased", "least_squares")
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
 
 
+class Set(NamedTuple):
+    """Constants of a channel set: its codes, the head stride of its rows, whether codes are a trellis's."""
+
+    codes: Codes
+    stride: int
+    trellis: bool
+
+
 class Sets(NamedTuple):
-    """Constants of the channel sets: bits of a code, words of a token, padded words, planes, first field, stride.
+    """Channel sets, the index of the stored scalar, and whether keys are centred."""
 
-    stride: head stride of a set's rows; trellis: True for trellis codes. Of all sets: index of the stored scalar, and
-    whether keys are centred.
-    """
-
-    bits: tuple[int, ...]
-    words: tuple[int, ...]
-    padded: tuple[int, ...]
-    planes: tuple[int, ...]
-    field: tuple[int, ...]
-    stride: tuple[int, ...]
-    trellis: tuple[bool, ...]
+    sets: tuple[Set, ...]
     scalar: int
     centred: bool
+
+
+@triton.jit
+def rotated(tile, p_rows, o_row, m_row, p_mean, D: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of a `NewTile`, less the mean, with rows `o_row`: float32 `[T, rows]`, zero unless `m_row`."""
+    DEPTH: tl.constexpr = 32
+    b_z = tl.zeros([tile.o_x.shape[0], o_row.shape[0]], tl.float32)
+    for start in range(0, D, DEPTH):
+        o_k = start + tl.arange(0, DEPTH)
+        m_k = o_k < D
+        m_x = tile.m_t[:, None] & m_k[None, :]
+        b_x = tl.load(tile.p_x + tile.o_x[:, None] + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if CENTRED:
+            b_x -= tl.load(p_mean + o_k, mask=m_k, other=0.0)[None, :]
+        b_rows = tl.load(p_rows + o_row[:, None] * D + o_k[None, :], mask=m_row[:, None] & m_k[None, :], other=0.0)
+        b_z = tl.dot(b_x, tl.trans(b_rows), b_z, input_precision=PRECISION)
+    return b_z
 
 
 @triton.jit
@@ -72,23 +86,28 @@ def nearest_units(b_z, p_levels, p_bounds, BITS: tl.constexpr, STEPS: tl.constex
 
 
 @triton.jit
-def encode_set(
-    p_x, o_x, m_t, p_rows, p_levels, p_bounds, p_mean, p_low, p_high, p_scale, o_row, D: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, TRELLIS: tl.constexpr,
-    CENTRED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Rotate, normalise and quantize the tokens of one channel set (Algorithm 1).
+def encode_set(tile, D: tl.constexpr, META: tl.constexpr, AT: tl.constexpr, PRECISION: tl.constexpr):
+    """Rotate, normalise and quantize the tokens of channel set `AT` (Algorithm 1).
 
-    Codes and scalar equal those of `quantize` in `scalar` and `trellis`. `p_bounds` are the boundaries of the levels,
-    or the levels of a trellis in whole steps.
+    Codes and scalar equal those of `quantize` in `scalar` and `trellis`.
     """
+    SET: tl.constexpr = META.sets[AT]
+    CODES: tl.constexpr = SET.codes
+    BITS: tl.constexpr = CODES.bits
+    WORDS: tl.constexpr = CODES.words
+    PADDED: tl.constexpr = CODES.padded
+    TRELLIS: tl.constexpr = SET.trellis
+    SCALAR: tl.constexpr = META.scalar
+    p_rows = tile.tables[3 * AT] + tile.i_h * SET.stride
+    p_levels, p_bounds = tile.tables[3 * AT + 1], tile.tables[3 * AT + 2]
+    p_mean = tile.tables[3 * len(META.sets)] + tile.i_h * D
     # Channels in memory order, with zeros as padding.
     o_c = tl.arange(0, 8 * PADDED)
     o_w, m_w = o_c // PADDED * WORDS + o_c % PADDED, o_c % PADDED < WORDS
-    b_z = rotated(p_x, o_x, m_t, p_rows, o_w, m_w, p_mean, D, CENTRED, PRECISION)
+    b_z = rotated(tile, p_rows, o_w, m_w, p_mean, D, META.centred, PRECISION)
     b_scale = tl.sqrt(tl.sum(b_z * b_z, 1))
-    b_z = tl.reshape(b_z / tl.maximum(b_scale, 1e-30)[:, None], [o_x.shape[0], 8, PADDED])
-    m_z = m_t[:, None, None] & (tl.arange(0, PADDED) < WORDS)[None, None, :]
+    b_z = tl.reshape(b_z / tl.maximum(b_scale, 1e-30)[:, None], [tile.o_x.shape[0], 8, PADDED])
+    m_z = tile.m_t[:, None, None] & (tl.arange(0, PADDED) < WORDS)[None, None, :]
     if TRELLIS:
         b_codes, b_index = best_path(b_z, p_bounds, BITS, WORDS, PADDED)
     elif SCALAR == NORM or BITS == 1:
@@ -106,7 +125,7 @@ def encode_set(
             b_factor = tl.where(b_closeness > b_best, factor, b_factor)
             b_best = tl.maximum(b_closeness, b_best)
         b_codes = nearest_codes(b_z * b_factor[:, None, None], p_levels, p_bounds, BITS)
-    store_codes(b_codes, p_low, p_high, o_row, m_t, BITS, WORDS, PADDED)
+    store_codes(b_codes, tile, CODES)
     if SCALAR != NORM:
         b_point = tl.where(m_z, tl.load(p_levels + (b_index if TRELLIS else b_codes)), 0.0)
         # A zero vector's products are all -0.0 at negative levels; torch's sums begin with 0.0.
@@ -118,26 +137,19 @@ def encode_set(
             b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
         else:
             b_scale = b_scale * b_cross / b_square
-    tl.store(p_scale + o_row, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_t)
+    p_scale = tile.fields[CODES.field + planes(BITS)]
+    tl.store(p_scale + tile.o_row, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=tile.m_t)
 
 
 @triton.jit
-def encode_tokens(
-    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def encode_tokens(tile, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr):
     """Encode one channel set after the other (Algorithm 1; section 4.3).
 
-    `tables` are rows `[H or 1, width, D]`, levels and `p_bounds` of each set, then the mean `[H, D]`.
+    `tables` are, of each set, rows `[H or 1, width, D]`, levels, and their boundaries or the levels of a trellis in
+    whole steps; then the mean `[H, D]`.
     """
-    SETS: tl.constexpr = len(META.bits)
-    for i in tl.static_range(SETS):
-        encode_set(
-            p_x, o_x, m_t, tables[3 * i] + i_h * META.stride[i], tables[3 * i + 1], tables[3 * i + 2],
-            tables[3 * SETS] + i_h * D, fields[META.field[i]], fields[META.field[i] + META.planes[i] - 1],
-            fields[META.field[i] + META.planes[i]], o_row, D, META.bits[i], META.words[i], META.padded[i],
-            META.scalar, META.trellis[i], META.centred, PRECISION,
-        )  # fmt: skip
+    for i in tl.static_range(len(META.sets)):
+        encode_set(tile, D, META, i, PRECISION)
 
 
 def turboquant_encoder(
@@ -149,15 +161,13 @@ def turboquant_encoder(
     """
     if any(padded_width(c.width) > (MAX_TRELLIS_WIDTH if c.trellis else MAX_WIDTH) for c in components):
         return None
-    sets, tables, at = [], [], 0
+    sets, tables, field = [], [], 0
     for component, rows in zip(components, basis, strict=True):
-        width, bits = component.width, component.bits
+        width, levels = component.width, component.levels
         stride = rows.stride(0) if len(rows) > 1 else 0
-        planes = len(PLANES[bits])
-        sets.append((bits, words_per_token(width), padded_words(width), planes, at, stride, component.trellis))
-        levels = component.levels
+        sets.append(Set(codes_of(component.bits, width, field), stride, component.trellis))
         tables += [rows, levels, trellis.in_steps(levels, width) if component.trellis else boundaries(levels)]
-        at += planes + 1
+        field += len(PLANES[component.bits]) + 1
     tables.append(tables[0] if mean is None else mean)
-    meta = Sets(*zip(*sets, strict=True), scalar=SCALARS.index(scalar), centred=mean is not None)
+    meta = Sets(tuple(sets), SCALARS.index(scalar), mean is not None)
     return KernelEncoder(encode_tokens, meta, tuple(tables))

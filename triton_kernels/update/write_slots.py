@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.triton_kernels.common.codes import NewTile
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import repeated
 from kvcache_compress.triton_kernels.encode.launch import dtypes, exact_precision, rope_inputs
@@ -71,10 +72,10 @@ def _step_side(
                 o_token = packed + start + tl.arange(0, BLOCK)
                 o_x = (i_bh * (STEP.tail + 1) + o_token % STEP.tail) * SIDE.dim
                 m_t = (o_token < flushed) & (o_token < packed_capacity)
-                ENCODE(
-                    memory[TAIL], o_x, m_t, memory[FIELDS:], i_bh * rows + o_token, p_rope, o_token, tables, i_h,
-                    SIDE.dim, META, PRECISION,
-                )  # fmt: skip
+                tile = NewTile(
+                    memory[TAIL], o_x, m_t, memory[FIELDS:], i_bh * rows + o_token, p_rope, o_token, tables, i_h
+                )
+                ENCODE(tile, SIDE.dim, META, PRECISION)
             # From here on their slots may be overwritten.
             tl.debug_barrier()
     o_n, o_d = tl.arange(0, STEP.padded)[:, None], tl.arange(0, SIDE.padded)[None, :]

@@ -89,7 +89,8 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[.
     sizes = launch.Sizes(32, 5, False, launch.Tile(16, 4, 2))
     inputs, kind = launch.attend_inputs(query, keys, values, None, slots.packed, sizes.split_tokens)
     side, out = keys.codec.kernel_side, torch.empty(2, 1, 6, 64)
-    calls = launch.attention_calls(query, side, keys, values, inputs, kind, sizes, out, scaling=0.125)
+    call = AttentionCall.of(query, scaling=0.125)
+    calls = launch.attention_calls(call, query, side, keys, values, inputs, kind, sizes, out)
     for kernel, grid, arguments in calls[:-1]:
         kernel[grid](**arguments)
     assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()
