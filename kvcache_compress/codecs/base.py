@@ -154,6 +154,11 @@ class Codec(ABC):
         return 0
 
     @property
+    def least_in_steps(self) -> int:
+        """The same for tokens that arrive one by one, and can wait until there are more."""
+        return self.least_tokens
+
+    @property
     def may_need_queries(self) -> bool:
         """True if the statistics may also depend on queries; `learn` may then return False."""
         return False

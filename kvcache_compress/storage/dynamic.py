@@ -15,7 +15,7 @@ from kvcache_compress.codecs.mask import AttentionCall
 from .backend import Backend
 from .bit_budget import BitBudget, output_losses
 from .checks import PackableChecks, same_prompt
-from .eras import Watch
+from .eras import MOST_ERAS, Watch
 from .shared.rope_track import RopeTrack
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
 from .view import View
@@ -58,7 +58,7 @@ class DynamicStorage:
     """True if `close` keeps the step's queries for a later measurement."""
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self._least_tokens > 0)
+        self.watch = Watch()
         """Also keeps queries for the choice of bits."""
         if self.windows.capacity is not None:
             for state in self.sides.values():
@@ -91,12 +91,13 @@ class DynamicStorage:
         held = (x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
         return *held, *(query for _, query in self.watch.kept)
 
-    @property
-    def _least_tokens(self) -> int:
+    def _least_tokens(self, in_step: bool = False) -> int:
         """Fewest tokens to measure, sinks left out; 0 if nothing is measured again."""
-        if self.windows.capacity is not None:
+        keys = self.sides["keys"]
+        if self.windows.capacity is not None or len(keys.eras) == MOST_ERAS:
             return 0
-        return max(self.sides["keys"].codec.least_tokens, LEAST_TOKENS if self._awaits_bits else 0)
+        least = keys.codec.least_in_steps if in_step else keys.codec.least_tokens
+        return max(least, LEAST_TOKENS if self._awaits_bits else 0)
 
     @property
     def _awaits_bits(self) -> bool:
@@ -173,11 +174,14 @@ class DynamicStorage:
         packed = k_side.store.tokens
         if prompt:
             k_tail, v_tail = self._add_prompt(keys, values, sinks, held)
-            self.samples = self.due is None and self.watch.samples(packed, length, count)
+            self.samples = self.due is None and self._samples(packed, length, count)
             return k_side.view(packed, k_tail), v_side.view(packed, v_tail)
         self._add(keys, values, sinks)
-        self.samples = self.flushes_steps and self.watch.samples(packed, length, count)
+        self.samples = self.flushes_steps and self._samples(packed, length, count)
         return self.views()
+
+    def _samples(self, packed: int, start: int, count: int) -> bool:
+        return self.watch.samples(packed, start, count) and self._least_tokens() > 0
 
     def _exchanged(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """In left-padded rows, exchange padding held as sinks with the new tokens that belong there."""
@@ -238,7 +242,6 @@ class DynamicStorage:
         """Use codecs with the bits that the budget has chosen, before anything is packed."""
         for side, codec in codecs.items():
             self.sides[side].recode(codec)
-        self.watch.measures = self._least_tokens > 0
 
     def _pack_due(self, due: int, in_step: bool, codecs: Mapping[Side, Codec] | None = None) -> None:
         """Pack the `due` tokens, or as many of them as are left; with new codecs if any."""
@@ -265,7 +268,9 @@ class DynamicStorage:
         """
         return all(self.sides[side].prepare(tails[side], first) for side in self._sides_by_need())
 
-    def _must_wait(self, tails: Mapping[Side, torch.Tensor], first: int, leaving: int, renews: bool) -> bool:
+    def _must_wait(
+        self, tails: Mapping[Side, torch.Tensor], first: int, leaving: int, renews: bool, in_step: bool = False
+    ) -> bool:
         """True if `leaving` tokens cannot be packed yet: `close` packs them (`due`), or too few are there to measure.
 
         renews: True if statistics that the keys have already are measured again; ignored until bits are chosen.
@@ -273,11 +278,11 @@ class DynamicStorage:
         watch = self.watch
         if self._awaits_bits:
             renews = True
-        elif not (watch.measures and self.sides["keys"].prepared):
+        elif not (self._least_tokens() and self.sides["keys"].prepared):
             renews = not self._learn(tails, first)
             if not renews:
                 watch.measured(self.packed_tokens + leaving, in_step=False)
-        enough = tails["keys"].shape[2] >= self._least_tokens
+        enough = tails["keys"].shape[2] >= self._least_tokens(in_step)
         self.due = leaving if renews and enough else None
         self.waiting = leaving if renews and not enough else 0
         return renews
@@ -339,7 +344,7 @@ class DynamicStorage:
         must_wait = False
         if self.windows.leaving(tail):
             self._check_packable(tails, leaving)
-            must_wait = self._must_wait(tails, first, leaving, renews=leaving >= self._least_tokens)
+            must_wait = self._must_wait(tails, first, leaving, renews=leaving >= self._least_tokens())
         if leaving and not must_wait:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
@@ -371,7 +376,8 @@ class DynamicStorage:
         tails = self._tails()
         if not all(state.prepared for state in self.sides.values()):
             self._check_packable(tails, leaving)
-        if self._must_wait(tails, self.sides["keys"].sinks.shape[2], leaving, renews=self.watch.is_due(packed)):
+        first, renews = self.sides["keys"].sinks.shape[2], self.watch.is_due(packed)
+        if self._must_wait(tails, first, leaving, renews, in_step=True):
             return
         if not self.backend.flush(self.sides, leaving, self.checks):
             self._check_packable(tails, leaving)

@@ -53,22 +53,18 @@ class Watch:
     While statistics are due, tokens stay dense until there are enough to measure.
 
     Attributes:
-        measures: False if the codec has no statistics, or keeps its first ones.
         due: number of packed tokens from which statistics are due.
         wait: packed tokens until they are due again, after a measurement in a step.
         kept: positions `[n]` and queries `[B, Hq, n, D]`.
     """
 
-    measures: bool
     due: int = 0
     wait: int = FIRST_WAIT
     kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def samples(self, packed: int, start: int, count: int) -> bool:
         """True if the queries of a step of `count` tokens from token `start` on are needed."""
-        if not self.measures or packed < self.due:
-            return False
-        return (start + count) // SAMPLED_STEPS > start // SAMPLED_STEPS
+        return packed >= self.due and (start + count) // SAMPLED_STEPS > start // SAMPLED_STEPS
 
     def is_due(self, packed: int) -> bool:
         """True if statistics are due again and queries are at hand."""

@@ -14,7 +14,7 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.rope import Rope
 
 from .checks import same_prompt
-from .eras import MOST_ERAS, Era, renewed, runs
+from .eras import Era, renewed, runs
 from .packed_store import PackedStore, TailBuffer
 from .shared.padding import PaddingRecord
 from .shared.rope_track import RopeTrack
@@ -114,7 +114,7 @@ class SideState:
         with on_device(prompt.keys), torch.no_grad():
             if not self.prepared:
                 self.codec.observe(prompt)
-            elif prompt.queries is None or len(self.eras) == MOST_ERAS:
+            elif prompt.queries is None:
                 return
             elif (codec := renewed(self.codec, prompt)) is not None:
                 packed = self.store.tokens

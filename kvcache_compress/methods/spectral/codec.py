@@ -189,6 +189,10 @@ class SpectralCodec(LinearCodec):
         return max(prefill.LEAST_LATER, 2 * self.group) if self.statistics else prefill.LEAST_TOKENS
 
     @property
+    def least_in_steps(self) -> int:
+        return prefill.LEAST_IN_STEPS if self.may_need_queries else 0
+
+    @property
     def may_need_queries(self) -> bool:
         return _file(self.options) is None
 

@@ -16,8 +16,8 @@ from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSum
 from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
-LEAST_TOKENS, LEAST_LATER = 256, 128
-"""Fewest tokens to measure, first and once there are statistics to blend in."""
+LEAST_TOKENS, LEAST_LATER, LEAST_IN_STEPS = 256, 128, 512
+"""Fewest tokens to measure: first, once there are statistics to blend in, and of tokens that arrive one by one."""
 KEYS_PRIOR, QUERIES_PRIOR = 256, 1024
 """Tokens that earlier moments of keys and of queries count for; tuned on SmolLM2's KL in chats."""
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
