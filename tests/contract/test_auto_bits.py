@@ -43,7 +43,8 @@ def one_era() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(prefill, "LEAST_TOKENS", LEAST)
+    for name in ("LEAST_TOKENS", "LEAST_IN_STEPS"):
+        monkeypatch.setattr(prefill, name, LEAST)
     monkeypatch.setattr("kvcache_compress.storage.dynamic.LEAST_TOKENS", LEAST)
     monkeypatch.setattr(bit_budget, "HALF_SURE", 1)
     with torch.no_grad():

@@ -47,6 +47,7 @@ def one_era() -> None:
 def _short_eras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(prefill, "LEAST_TOKENS", LEAST)
     monkeypatch.setattr(prefill, "LEAST_LATER", LEAST)
+    monkeypatch.setattr(prefill, "LEAST_IN_STEPS", 2 * LEAST)
     with torch.no_grad():
         yield
 
@@ -138,20 +139,23 @@ def test_operations(model: Any, method: str, always: None, tmp_path: Path) -> No
     assert len(starts(cache)) == 2
 
 
-def test_steps_begin_eras(model: Any, always: None) -> None:
-    """Generated tokens are measured after waits that double, on queries kept until then; fewer tokens wait dense."""
+def test_steps_begin_eras(model: Any, always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generated tokens are measured after waits that double, once enough wait dense, on queries kept until then."""
+    monkeypatch.setattr("kvcache_compress.storage.dynamic.MOST_ERAS", 3)
     cache = cache_of(model, "spectral")
     feed(model, cache, 200)
-    layer, counts, tails = cache.layers[1], [], []
-    for number in range(1000):
+    layer, counts, tails, kept = cache.layers[1], [], [], []
+    for number in range(1200):
         feed(model, cache, 1, seed=number)
         counts.append(len(starts(cache)))
         tails.append(layer.sides["keys"].tail.tokens)
+        kept.append(len(layer.storage.watch.kept))
     assert counts[-1] == 3
-    assert max(tails) <= LEAST + layer.flush_tokens
+    assert 2 * LEAST <= max(tails) <= 2 * LEAST + layer.flush_tokens
     assert starts(cache)[1] >= eras.FIRST_WAIT
     assert starts(cache)[2] - starts(cache)[1] >= 2 * eras.FIRST_WAIT
-    assert len(layer.storage.watch.kept) <= eras.KEPT_QUERIES
+    assert max(kept) <= eras.KEPT_QUERIES
+    assert not layer.storage.awaits_queries and not kept[-1], "a layer with the most eras measures no more"
 
 
 class Kinds:
