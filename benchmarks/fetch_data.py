@@ -3,7 +3,7 @@
     python benchmarks/fetch_data.py
     python benchmarks/fetch_data.py --from FOLDER    # take what this folder has from there
 
-`benchmarks/README.md` lists the commands that make texts, codebooks and statistics from the data.
+`benchmarks/README.md` lists the commands that make texts and codebooks from the data.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ OPERATIONS = """## Operations
 
 `tests/contract` runs every cache operation on a small Llama for every method, with and without fused attention where it
 matters: prompts, chunks, steps and left padding; reordering, repeating and selecting rows; crop and drafts; all modes
-of `generate`; gradients; reset, copies and moves between devices; saving and loading; static capacity; and writing into
-keys and values.
+of `generate`; gradients; reset, copies and moves between devices; saving and loading; and static capacity.
 """
 
 

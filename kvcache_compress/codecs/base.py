@@ -155,7 +155,7 @@ class Codec(ABC):
 
     @property
     def least_in_steps(self) -> int:
-        """The same for tokens that arrive one by one, and can wait until there are more."""
+        """Fewest tokens to measure in generated text, which waits dense until then."""
         return self.least_tokens
 
     @property

@@ -40,5 +40,6 @@ def calibrated_layers(config: PreTrainedConfig) -> list[int]:
     full = [i for i, kind in enumerate(kinds) if is_full_attention(kind)]
     layers = [i for i in full if layer_has_rope(config, i)] if has_rope else full
     if not layers:
-        raise ValueError(f"{config.model_type} has no full-attention layer with rotary position embeddings")
+        with_rope = " with rotary position embeddings" if has_rope else ""
+        raise ValueError(f"{config.model_type} has no full-attention layer{with_rope}")
     return layers

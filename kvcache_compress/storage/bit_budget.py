@@ -89,7 +89,8 @@ class BitBudget:
     ) -> None:
         """Take the losses of a layer's sides with these codecs; `take` is called with its new ones, now or later.
 
-        They were measured on `tokens` tokens of each of `rows` rows, which the layer keeps dense until then.
+        They were measured on `tokens` tokens. The layer keeps those of `rows` rows dense until then; none in a step,
+        when its tokens have been dense before.
         """
         keys, values = (_choices(codecs[side]) for side in SIDES)
         pairs = [(key, value) for key in keys for value in values]

@@ -20,8 +20,8 @@ from .shared.rope_track import RopeTrack
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
 from .view import View
 
-LEAST_TOKENS = 256
-"""Fewest tokens on which bits are chosen, sinks left out."""
+LEAST_TOKENS, LEAST_IN_STEPS = 256, 512
+"""Fewest tokens on which bits are chosen, sinks left out: of a prompt, and in a step."""
 
 
 @dataclass(eq=False)
@@ -92,12 +92,14 @@ class DynamicStorage:
         return *held, *(query for _, query in self.watch.kept)
 
     def _least_tokens(self, in_step: bool = False) -> int:
-        """Fewest tokens to measure, sinks left out; 0 if nothing is measured again."""
+        """Fewest tokens to measure, sinks left out, in a prompt or `in_step`; 0 if nothing is measured again."""
         keys = self.sides["keys"]
         if self.windows.capacity is not None or len(keys.eras) == MOST_ERAS:
             return 0
         least = keys.codec.least_in_steps if in_step else keys.codec.least_tokens
-        return max(least, LEAST_TOKENS if self._awaits_bits else 0)
+        if self._awaits_bits:
+            least = max(least, LEAST_IN_STEPS if in_step else LEAST_TOKENS)
+        return least
 
     @property
     def _awaits_bits(self) -> bool:
@@ -236,7 +238,7 @@ class DynamicStorage:
             self._pack_due(due, in_step, codecs)
             return
         take, tokens = partial(self._pack_due, due, in_step), k_side.tail.tokens - self.windows.recent
-        self.budget.offer(self.checks.layer, codecs, losses, take, tokens, len(k_side.sinks))
+        self.budget.offer(self.checks.layer, codecs, losses, take, tokens, 0 if in_step else len(k_side.sinks))
 
     def use(self, codecs: Mapping[Side, Codec]) -> None:
         """Use codecs with the bits that the budget has chosen, before anything is packed."""

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.methods.spectral import prefill
-from kvcache_compress.storage import bit_budget
+from kvcache_compress.storage import bit_budget, dynamic
 
 METHODS: dict[str, dict[str, Any]] = {
     "spectral": {"method": "spectral", "bits": 3, "group": 32},
@@ -43,9 +43,9 @@ def one_era() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("LEAST_TOKENS", "LEAST_IN_STEPS"):
-        monkeypatch.setattr(prefill, name, LEAST)
-    monkeypatch.setattr("kvcache_compress.storage.dynamic.LEAST_TOKENS", LEAST)
+    for module in (prefill, dynamic):
+        monkeypatch.setattr(module, "LEAST_TOKENS", LEAST)
+        monkeypatch.setattr(module, "LEAST_IN_STEPS", 2 * LEAST)
     monkeypatch.setattr(bit_budget, "HALF_SURE", 1)
     with torch.no_grad():
         yield
@@ -90,17 +90,18 @@ def test_bits_differ_and_add_up(model: Any, method: str, backend: str) -> None:
 
 @each
 def test_short_prompts_wait(model: Any, method: str) -> None:
-    """Bits are chosen in the step that has enough tokens; queries of the steps before it are used."""
+    """Bits are chosen in the step that has twice the tokens of a prompt; queries of the steps before it are used."""
     cache = cache_of(model, method)
     feed(model, cache, 20)
     queries, number = [], 0
     while not cache.packed_tokens:
         layer = cache.layers[0]
-        assert layer.sides["keys"].tail.tokens <= LEAST + layer.flush_tokens
+        assert layer.sides["keys"].tail.tokens <= 2 * LEAST + layer.flush_tokens
         queries.append(len(layer.storage.watch.kept))
         feed(model, cache, 1, seed=(number := number + 1))
     assert bits(cache) != EQUAL
-    assert max(queries) > LEAST // 3
+    assert cache.get_seq_length() > 2 * LEAST
+    assert max(queries) > 2 * LEAST // 3
 
 
 @each
