@@ -1,7 +1,5 @@
 """`torch.compile` of a model with compressed caches: no graph break, few recompilations, the same results."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

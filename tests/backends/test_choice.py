@@ -1,7 +1,5 @@
 """Choice of a back end, also of one from outside the package: a class and its name in `BACKENDS` are enough."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F811 - fixtures
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

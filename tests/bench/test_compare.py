@@ -1,7 +1,5 @@
 """Attention is compared before it is timed, at its batch and length; times of wrong attention are marked invalid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

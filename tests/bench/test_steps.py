@@ -1,7 +1,5 @@
 """Timing of interleaved decode steps with several caches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The script that times caches on the CPU, with few tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The GPU benchmarks with tiny sizes in Triton's interpreter; on a GPU the same code runs with other sizes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

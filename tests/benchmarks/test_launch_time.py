@@ -1,7 +1,5 @@
 """The script that times the Python part of a decode step, over a driver that does nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

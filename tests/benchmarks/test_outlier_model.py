@@ -1,7 +1,5 @@
 """Models with keys that are hard to code do what the model they were made from does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import outlier_model

@@ -3,8 +3,6 @@
 `saved_files.outcome` defines a clear error; `test_saving.py` does the same for files.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches of one method: what `help` shows of them, and how arguments become the config of each side."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

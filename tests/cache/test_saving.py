@@ -1,7 +1,5 @@
 """Saved caches: refused files and their errors, atomic writing, and layers of every kind."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Equalization of outlier channels: its factors, and what it saves on keys with such channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixtures of the contract tests: a tiny model, and the configurations of `support/oracle.py` on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

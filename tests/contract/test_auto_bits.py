@@ -1,7 +1,5 @@
 """Caches that spread their bits over layers and sides: sizes, operations, and prompts in every form."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients reach a step's own keys and values as through a dense cache; tokens of earlier steps are constants."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

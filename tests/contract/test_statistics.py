@@ -1,7 +1,5 @@
 """Statistics of codes: codebooks of one prompt (`codebook: online`), and factors of keys with outlier channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

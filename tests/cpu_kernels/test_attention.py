@@ -1,7 +1,5 @@
 """The C++ attention, and PyTorch's, against plain attention over decoded tokens."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

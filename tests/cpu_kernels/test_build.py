@@ -1,7 +1,5 @@
 """Compile and load the C++ code, and fall back or refuse if that fails."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

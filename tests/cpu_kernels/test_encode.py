@@ -1,7 +1,5 @@
 """The C++ encoders against their torch twins: codes to the bit, stored scalars to one unit in the last place."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, get_args

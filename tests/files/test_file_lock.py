@@ -1,7 +1,5 @@
 """File locks: other runs wait, killed ones hold no lock, and file systems without locks get a warning."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

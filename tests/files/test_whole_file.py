@@ -1,7 +1,5 @@
 """Overwriting existing files: regular files are replaced atomically, links followed, devices refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

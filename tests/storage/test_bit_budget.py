@@ -1,7 +1,5 @@
 """`BitBudget`: the bits of layers and sides from their losses; and the losses of a layer's attention output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulator notices faults: each is planted in the PTX of a kernel that is right, and must be found."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The tuner: exact allocation, budgets, additive losses, resumed measurements, its YAML and its errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

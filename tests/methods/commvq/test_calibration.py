@@ -1,7 +1,5 @@
 """Calibration of CommVQ: collected states, the file, and refused arguments."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CommVQ's codebook file: what does not fit is refused by name. `tests/cache/test_saving.py` tests what files share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

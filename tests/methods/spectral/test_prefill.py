@@ -1,7 +1,5 @@
 """Statistics of spectral keys from the first prompt: the tokens and queries that count, and when packing waits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

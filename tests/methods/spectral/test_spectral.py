@@ -1,7 +1,5 @@
 """Spectral keys: exact anchoring, invariance, bits where they count, statistics from a model, and the file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

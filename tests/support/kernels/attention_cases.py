@@ -1,7 +1,5 @@
 """Attention calls of every kind, for the tests of the kernels and of the C++ code, and plain attention beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

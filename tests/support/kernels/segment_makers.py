@@ -3,8 +3,6 @@
 Triton's kernels run where `support/device.py` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Arguments: the model's folder, a file for the results of rank 0, a CommVQ file f
 file of spectral statistics.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple

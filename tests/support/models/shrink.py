@@ -3,8 +3,6 @@
 Sizes are recognized by their names in the config and its sub-configs; `EXCEPTIONS` has what names do not tell.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields

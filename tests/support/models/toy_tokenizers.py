@@ -1,7 +1,5 @@
 """Tokenizers of a few lines, and a stand-in for a cache run with fixed results."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention kernel and its merge against plain attention over decoded tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

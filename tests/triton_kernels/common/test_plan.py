@@ -1,7 +1,5 @@
 """Launches that are repeated without Triton inspecting their arguments; the emulator shows what they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scales of KIVI's values times weights, in float16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

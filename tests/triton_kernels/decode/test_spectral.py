@@ -1,7 +1,5 @@
 """Attention with spectral keys in Triton: rotary pairs, ranges, static slots and statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The encode kernels against their torch twins: codes to the bit, stored scalars to one unit in the last place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, get_args

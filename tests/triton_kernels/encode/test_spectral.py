@@ -1,7 +1,5 @@
 """Spectral's encode kernel against torch: sizes, RoPE of every kind, statistics of a prompt, and keys of any range."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

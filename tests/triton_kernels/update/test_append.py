@@ -1,7 +1,5 @@
 """The append kernel: new keys and values into the tails in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
