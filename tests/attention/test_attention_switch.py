@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, small_config, small_model
+from support.models.small_model import method_config, small_config, small_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,16 +20,6 @@ from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forwa
 from kvcache_compress.modeling.decoder import cache_argument
 
 TURBOQUANT = method_config("turboquant")
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    return small_model()
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, tokens: int = 8, **options: Any) -> torch.Tensor:

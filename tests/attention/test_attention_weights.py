@@ -19,7 +19,6 @@ SWITCHED = [
 
 @pytest.fixture
 def ids() -> torch.Tensor:
-    torch.set_num_threads(1)
     return torch.randint(1, 64, (1, 30), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
 
 

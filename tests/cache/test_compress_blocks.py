@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.saved_model import saved_model
-from support.models.small_model import VOCAB, method_config, small_model
+from support.models.small_model import method_config, small_model
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
@@ -22,17 +22,6 @@ TURBOQUANT, KIVI = method_config("turboquant"), method_config("kivi")
 
 def has_hooks(model: Any) -> bool:
     return any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
-    return small_model()
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 def generate(model: LlamaForCausalLM, prompt: torch.Tensor, **how: Any) -> torch.Tensor:

@@ -40,11 +40,6 @@ SIZES = [44, 1, 33, 1]
 LAYERS = 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn off checks that use a device's events, which fake devices do not have."""

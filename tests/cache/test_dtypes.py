@@ -22,11 +22,6 @@ LOST = {"commvq": 0.16}
 """Relative error of logits if rounding changes codes of keys: more than .03 with few, random codebooks."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (2, sum(SIZES)), generator=torch.Generator().manual_seed(0))

@@ -26,7 +26,6 @@ CONFIGS["layer-rule"] = {**method_config("turboquant"), "layers": [{"match": 2, 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
     return small_model(LAYERS)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, mixed_config, small_model
+from support.models.small_model import VOCAB, method_config, mixed_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import LlamaForCausalLM
@@ -21,16 +21,6 @@ from kvcache_compress.storage.shared.rope_track import DTYPE
 
 LAYERS = 2
 PADDED = 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model(LAYERS)
 
 
 @pytest.fixture

@@ -12,11 +12,6 @@ from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def _no_later_statistics(one_era: None) -> None:
     """Short prompts are packed, as the oracle does."""

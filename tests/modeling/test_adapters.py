@@ -34,7 +34,6 @@ def has_hooks(model: Any) -> bool:
 
 
 def adapted(kind: str, options: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
     base = small_model()
     torch.manual_seed(1)
     return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, small_model
+from support.models.small_model import VOCAB, method_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -24,12 +24,6 @@ from kvcache_compress.eval.runner.harness import CachedLM
 WORDS = [f"w{index}" for index in range(VOCAB - 2)]
 CONFIG = method_config("kivi")
 POSITIONS = 256
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
-    return small_model()
 
 
 @pytest.fixture(scope="module")

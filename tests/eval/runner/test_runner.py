@@ -71,11 +71,6 @@ class Nowhere(Toy):
         raise FileNotFoundError("no file data.jsonl")
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_asked() -> None:
     Toy.asked.clear()

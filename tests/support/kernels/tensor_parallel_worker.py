@@ -56,7 +56,6 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
 
 
 def main(folder: str, results: str, codebooks: str, encoder: str, statistics: str) -> None:
-    torch.set_num_threads(1)
     sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     found: dict[str, Any] = {}
     for name, fused, config in cases(codebooks, statistics):
