@@ -94,7 +94,6 @@ def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, p
 
 
 def test_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Calls of `generate` in another thread use the open block, and a block there interrupts it."""
 
     def in_its_own_block() -> str:
         with compress(model, KIVI) as block:
@@ -210,7 +209,6 @@ def test_a_compressed_model_can_be_freed(prompt: torch.Tensor) -> None:
 
 
 def test_stop_in_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Another thread may stop; the `generate` that runs meanwhile keeps its cache."""
     compression = compress(model, TURBOQUANT)
 
     def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
 def test_offloading_on_the_cpu(prompt: dict[str, torch.Tensor], events: list[tuple[str, str]]) -> None:
-    """Layers on the CPU are not moved, and no stream is created."""
     model = small_model()
     config = load_config(mixed_config())
     with pytest.raises(ValueError, match=r"offloading.*max_cache_len"):

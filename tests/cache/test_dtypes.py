@@ -103,7 +103,6 @@ def test_autocast(name: str, order: str, ids: torch.Tensor) -> None:
 
 
 def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
-    """The same keys give the same codes, under autocast or not."""
     cache, same = (CompressedCache(small_model().config, method_config("turboquant")) for _ in range(2))
     states = torch.randn(2, 2, 60, 32, generator=torch.Generator().manual_seed(0))
     cache.update(states, states, 0)
@@ -134,7 +133,6 @@ def test_autocast_leaves_the_codes_of_static_steps_alone(estimator: str) -> None
 
 
 def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:
-    """Two models that generate at once with one config object give the same results as each alone."""
     config = load_config(mixed_config())
     models = [small_model(seed=seed) for seed in (0, 1)]
 

@@ -2,8 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,34 +30,18 @@ def prompt() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@contextmanager
-def recorded(model: LlamaForCausalLM, cache: Cache) -> Iterator[list[tuple[Any, ...]]]:
-    """Record of each step: positions, tokens visible to the last query, and the cache's lengths before it."""
+def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: int) -> Any:
+    """Generate, and return the sequences and, of each step, positions, visible tokens and the lengths before it."""
     steps: list[tuple[Any, ...]] = []
 
     def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         positions, mask = kwargs["position_ids"], kwargs["attention_mask"]
-        count = positions.shape[1]
         shown = None if mask is None else (tuple(mask.shape), mask[:, 0, -1].sum(-1).tolist())
         lengths = [cache.get_seq_length(index) for index in range(LAYERS)]
-        steps.append((positions.tolist(), shown, lengths, cache.get_mask_sizes(count, 0)))
+        steps.append((positions.tolist(), shown, lengths, cache.get_mask_sizes(positions.shape[1], 0)))
 
-    handle = model.model.layers[0].register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        yield steps
-    finally:
-        handle.remove()
-
-
-def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: int, **how: Any) -> Any:
-    """Generate, and return the sequences and the record of every step."""
-    with recorded(model, cache) as steps:
-        output = model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False, **how)
-    return output, steps
-
-
-def mixed_cache(model: LlamaForCausalLM) -> CompressedCache:
-    return CompressedCache(model.config, mixed_config())
+    model.model.layers[0].register_forward_pre_hook(record, with_kwargs=True)
+    return model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False), steps
 
 
 def test_2000_tokens(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None:
@@ -113,7 +95,6 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_50_generations_leave_nothing(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor], fused: bool) -> None:
-    """Caches are freed at once, without the garbage collector, and no tensor remains."""
     prompt = {name: x.repeat(1, 2) for name, x in prompt.items()} | {"attention_mask": torch.ones(2, 80).long()}
     generations(model, prompt, 2, fused)
     before = live_bytes()

@@ -77,7 +77,6 @@ def test_keys_alone() -> None:
 
 
 def test_dead_channels() -> None:
-    """Channels that are always zero, in keys or queries, get finite factors."""
     keys, queries = states(16.0)
     keys[:, 0, :, 5] = 0
     queries[:, :2, :, 6] = 0

@@ -76,7 +76,6 @@ def test_oldest_versions_are_those_of_the_metadata() -> None:
 
 
 def test_core_runs_without_extras() -> None:
-    """Commands run, and those that need an extra say so in one line."""
     commands = [
         (["presets"], "best-3bit", ""),
         (["memory", "--preset", "best-3bit"], "best-3bit", ""),

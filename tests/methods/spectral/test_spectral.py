@@ -222,7 +222,6 @@ def test_weights_leave_the_dense_tokens_out() -> None:
     ],
 )
 def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
-    """Files that lack a layer or hold NaN are refused by name."""
     config = small_config()
     tensors = {name: x.clone() for name, x in random_statistics(config).items()}
     change(tensors)
