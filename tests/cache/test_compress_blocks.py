@@ -61,7 +61,6 @@ def test_none_is_as_if_not_given(model: LlamaForCausalLM, prompt: torch.Tensor, 
 
 
 def test_use_cache_of_the_model_where_the_call_leaves_it_open(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """An option of a passed generation config that is None is taken from the model's own config."""
     settings = GenerationConfig(max_new_tokens=4, do_sample=False)
     assert settings.use_cache is None
     model.generation_config.use_cache = False

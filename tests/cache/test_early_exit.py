@@ -81,7 +81,6 @@ def test_another_thread_is_no_draft(model: LlamaForCausalLM, prompt: torch.Tenso
 
 
 def test_after_an_exception(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """After a `generate` call that fails, the next one is compressed."""
 
     def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise KeyError("mine")

@@ -125,7 +125,6 @@ def test_operations(model: Any, method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("equalize", ["auto", "off"])
 def test_long_after_loading(model: Any, tmp_path: Path, equalize: str) -> None:
-    """Loaded caches measure again when the saved ones do, and not at all if those do not."""
     keys = {**METHODS["turboquant"], "equalize": equalize}
     cache = cache_of(model, "turboquant", keys=keys)
     feed(model, cache, 200)

@@ -296,7 +296,6 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("width", [None, 100, 120])
 def test_padding_masks_of_flash_attention(model: Any, width: int | None, count: int) -> None:
-    """Padding masks `[B, T]` work for the tokens so far and for the whole capacity, as `generate` makes them."""
     layer = layer_of(model, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"})
     states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
     layer.update(*(states[:, :, : 100 - count],) * 2)

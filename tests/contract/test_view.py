@@ -111,7 +111,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_held_views_stay_what_they_are(filled: Any, count: int) -> None:
-    """Handles of a step or a chunk that are held through one change of the cache, or through two, stay the same."""
     for name, change in CHANGES.items():
         cache = copy.deepcopy(filled)
         held = update(cache, count, 5)

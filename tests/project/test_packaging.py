@@ -56,7 +56,6 @@ def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
 
 
 def test_mapped_folders_refuse_another_name() -> None:
-    """A mapped folder imported under its own name from the repository's root raises a clear `ImportError`."""
     for folder in ("triton_kernels", "cpu_kernels"):
         done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0

@@ -129,7 +129,6 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pairs_are_the_models_own(name: str) -> None:
-    """Radii and angles are those of the pairs that the model's RoPE rotates: rotating changes only angles."""
     layout = rope_layout(LAYOUTS[name], 64)
     assert layout is not None
     x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))

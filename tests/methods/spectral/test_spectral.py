@@ -172,7 +172,6 @@ def test_distortions_are_those_of_the_digits() -> None:
 
 
 def test_mean_table_of_few_dimensions_is_exact() -> None:
-    """Factors of RANK columns give a table back whose rows span fewer dimensions."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(HEADS, GROUP, 5, generator=generator) @ torch.randn(HEADS, 5, DIM, generator=generator)
     places, means = mean_table(table)
