@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from support.models.fake_hub import FakeHub
+    from transformers import LlamaForCausalLM
 
 if "KVCACHE_COMPRESS_TEST_DEVICE" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Workers and their processes share the cores; more threads than cores would only spin.
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    _share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are so small that more threads would only wait for each other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +29,22 @@ def _interpreter() -> None:
         from support.kernels.interpreter import patch
 
         patch()
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    """A new small model for each test."""
+    from support.models.small_model import small_model
+
+    return small_model()
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    """Token ids `[2, 60]` for the small model."""
+    import torch
+
+    return torch.randint(1, 64, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, small_config, small_model
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from support.models.small_model import method_config, small_model
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
@@ -20,16 +20,6 @@ from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forwa
 from kvcache_compress.modeling.decoder import cache_argument
 
 TURBOQUANT = method_config("turboquant")
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    return small_model()
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, tokens: int = 8, **options: Any) -> torch.Tensor:
@@ -59,7 +49,6 @@ assert len(before) > 500 and before == state()
 
 
 def test_importing_patches_nothing() -> None:
-    """In a fresh process, Transformers' registries, classes and functions are the same objects before and after."""
     subprocess.run([sys.executable, "-c", PROBE], check=True)
 
 
@@ -114,7 +103,6 @@ def test_saving_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor, 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) -> None:
-    """With fused attention on, other caches go through the previous attention: logits are equal bit for bit."""
     model = small_model(attn_implementation=attention)
     mask = torch.ones_like(prompt)
     mask[0, :7] = 0
@@ -136,9 +124,6 @@ def test_arguments_are_in_the_order_of_transformers() -> None:
     """The attention function accepts its first arguments by position, as wrappers such as kvpress pass them."""
     names = [list(inspect.signature(f).parameters)[:7] for f in (attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"])]
     assert names[0] == names[1]
-
-
-# compress()
 
 
 def test_compress_restores_after_errors(model: LlamaForCausalLM) -> None:
@@ -166,9 +151,6 @@ def test_compress_leaves_own_caches_alone(model: LlamaForCausalLM, prompt: torch
         settings.use_cache = False
         assert torch.equal(generate(model, prompt, generation_config=settings), expected)
         assert handle.cache is None
-
-
-# Attention that cannot be switched
 
 
 class BuiltIn(LlamaForCausalLM):
@@ -205,19 +187,7 @@ def test_compress_works_without_the_switch(stubborn: LlamaForCausalLM) -> None:
     assert torch.equal(got, expected)
 
 
-class HandMade(PreTrainedModel):
-    """A model defined outside of Transformers, with its own attention."""
-
-    config_class = LlamaConfig
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return False
-
-
 def test_other_models() -> None:
-    with pytest.raises(ValueError, match="HandMade"):
-        enable_fused_attention(HandMade(small_config()))
     for function in (enable_fused_attention, disable_fused_attention):
         with pytest.raises(ValueError, match="a transformers PreTrainedModel, or a PeftModel around one"):
             function(torch.nn.Linear(2, 2))

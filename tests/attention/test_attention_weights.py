@@ -19,7 +19,6 @@ SWITCHED = [
 
 @pytest.fixture
 def ids() -> torch.Tensor:
-    torch.set_num_threads(1)
     return torch.randint(1, 64, (1, 30), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
 
 
@@ -33,7 +32,6 @@ def filled(model: PreTrainedModel, ids: torch.Tensor) -> CompressedCache:
 @pytest.mark.parametrize(("family", "by_config"), SWITCHED)
 @torch.no_grad()
 def test_weights_are_those_of_the_previous_attention(family: str, by_config: bool, ids: torch.Tensor) -> None:
-    """Weights equal the previous attention's, whether an argument or the config asks for them."""
     model = build(family, attn_implementation="eager")
     if by_config:
         model.config.output_attentions = True

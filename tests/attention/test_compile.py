@@ -1,7 +1,5 @@
 """`torch.compile` of a model with compressed caches: no graph break, few recompilations, the same results."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -105,7 +103,6 @@ def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | Non
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
 def test_generate_compiles_by_itself() -> None:
-    """With a static capacity `generate` compiles the decoding, as it does for Transformers' static cache."""
     model = small_model(1)
     enable_fused_attention(model)
     options = CompileConfig(mode="default", fullgraph=True)

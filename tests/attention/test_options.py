@@ -34,7 +34,6 @@ IDLE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _start() -> None:
-    torch.set_num_threads(1)
     interface._WARNED.clear()
 
 

@@ -1,7 +1,5 @@
 """Choice of a back end, also of one from outside the package: a class and its name in `BACKENDS` are enough."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -100,7 +98,6 @@ def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_for_tensors_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton is refused for tensors on the CPU, even if there is a GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cache = TurboQuantCache(small_config(), backend="triton")

@@ -1,11 +1,6 @@
 """Attention of many queries over tiles of a compressed layer, and the calls that use it."""
 
-# ruff: noqa: F811 - fixtures
-
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +22,7 @@ from support.kernels.attention_cases import (
     tq,
 )
 from support.kernels.device import DEVICE
-from support.kernels.segment_makers import make_codec, make_side, poison  # noqa: F401
+from support.kernels.segment_makers import poison  # noqa: F401
 
 from kvcache_compress.backends import tiled
 from kvcache_compress.backends import torch as reference
@@ -63,10 +58,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_equals_plain_attention(name: str, make_side: Callable[..., View]) -> None:
+def test_equals_plain_attention(name: str) -> None:
     case = CALLS[name]
     torch.manual_seed(len(name))
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     heads = case.groups * keys.sinks.shape[1]
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
@@ -97,9 +92,9 @@ def _decoded_whole(
     return out.transpose(1, 2)
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
+def test_rows_without_visible_tokens_are_zero() -> None:
     case = Case(packed=160, count=20)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     query = torch.randn(2, 6, 20, 64)
     mask = torch.ones(2, 1, 20, keys.shape[2], dtype=torch.bool)
     mask[1, :, 3] = False
@@ -111,10 +106,9 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) ->
     assert error(out, expected) <= BARS[F32]
 
 
-def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., View]) -> None:
-    """Large logits in a tile that a row does not see have no effect on the row."""
+def test_a_tile_that_a_row_does_not_see() -> None:
     case = Case(packed=160, count=20)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     keys.sinks.mul_(100)
     query = 30 * torch.randn(2, 6, 20, 64)
     mask = torch.ones(1, 1, 20, keys.shape[2], dtype=torch.bool)
@@ -125,10 +119,10 @@ def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., View]) -> None:
 
 
 @pytest.mark.parametrize("least", [-2e4, torch.finfo(torch.float32).min, -torch.inf])
-def test_additive_masks_of_any_size(least: float, make_side: Callable[..., View]) -> None:
+def test_additive_masks_of_any_size(least: float) -> None:
     """A row masked everywhere by a finite number attends to all tokens equally; by infinity, to none."""
     case = Case(packed=160, count=20)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     query = torch.randn(2, 6, 20, 64)
     mask = torch.zeros(2, 1, 20, keys.shape[2])
     mask[0, :, 3:, 100:] = least
@@ -164,10 +158,10 @@ def test_additive_masks_of_any_size(least: float, make_side: Callable[..., View]
     ids=str,
 )
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
-def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., View]) -> None:
+def test_which_calls_take_tiles(path: str, changes: dict[str, Any]) -> None:
     call = {name: x for name, x in changes.items() if name not in ("backend", "static")}
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     if "static" in changes:
         keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
@@ -177,9 +171,9 @@ def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: C
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")
-def test_values_of_another_width(make_side: Callable[..., View]) -> None:
+def test_values_of_another_width() -> None:
     case = Case(packed=160, count=40, head_dim=96, value_dim=64, dtype=F16)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     query = torch.randn(2, 6, 40, 96).to(F16)
     out = tiled.attend(AttentionCall.of(query, scaling=96**-0.5), keys, values)
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F16]

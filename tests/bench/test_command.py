@@ -1,7 +1,5 @@
 """`kvcache-compress bench` with few tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

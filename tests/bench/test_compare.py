@@ -1,7 +1,5 @@
 """Attention is compared before it is timed, at its batch and length; times of wrong attention are marked invalid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +90,6 @@ def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, fa
 
 @pytest.mark.parametrize("name", ["polarquant-rope-4bit", "commvq-2bit"])
 def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Right attention over random codes is timed, without a warning about left padding."""
     _warn_of_positions.cache_clear()
     found = decode.compressed_time(name, "tiny", TINY, 3, 64, CPU, torch.float32, 1)
     assert 0 < (found.attention_error or 0) < 1e-5

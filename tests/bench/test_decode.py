@@ -1,7 +1,5 @@
 """Times of decode attention: rows of failures, caches of random codes, and one device per row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,12 +1,11 @@
 """Timing of interleaved decode steps with several caches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import torch
 from support.models.small_model import VOCAB, small_model
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.bench.steps import measure_steps
@@ -15,19 +14,13 @@ from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.storage.view import record_paths
 
 
-class Broken(Cache):
+class Broken(DynamicCache):
     """Cache that accepts a prompt but fails in steps."""
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, ...]:
+    def update(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         if keys.shape[2] == 1:
             raise RuntimeError("no step")
-        return keys, values
+        return super().update(keys, *args, **kwargs)
 
 
 def test_every_cache_gets_the_prompt_and_all_steps() -> None:
@@ -64,7 +57,6 @@ def test_a_cache_that_fails_says_why() -> None:
 
 
 def test_fused_attention_is_used() -> None:
-    """Steps use fused attention; otherwise the decoding of the cache would be timed."""
     spec = resolve_cache("turboquant-4bit@sinks=4,recent=8")
     with record_paths() as taken:
         measure_steps(small_model(), [full_cache(), spec], torch.randint(1, VOCAB, (1, 64)), steps=2)

@@ -6,11 +6,15 @@ from typing import Any
 import datasets
 import fetch_data
 import pytest
+import typer
 from support.models.fake_hub import FakeHub
 from support.paths import ROOT
-from support.scripts import run_script
+from typer.testing import CliRunner
 
 from kvcache_compress.files.text import read_yaml
+
+script = typer.Typer()
+script.command()(fetch_data.main)
 
 
 def test_data_come_from_a_folder_and_replace_nothing(tmp_path: Path) -> None:
@@ -22,7 +26,7 @@ def test_data_come_from_a_folder_and_replace_nothing(tmp_path: Path) -> None:
     mine = output / "data/wikitext-2/valid.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    done = run_script(fetch_data.main, "--from", str(source), "--output", str(output))
+    done = CliRunner().invoke(script, ["--from", str(source), "--output", str(output)])
     assert done.exit_code == 0, done.output
     assert done.output.count("not the version of the committed results") == len(fetch_data.FILES)
     assert mine.read_text() == "mine"
@@ -50,7 +54,7 @@ def test_a_host_that_is_down_is_asked_once(hub: FakeHub, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(fetch_data.urllib.request, "urlopen", down)
     monkeypatch.setattr(datasets, "load_dataset", down)
-    done = run_script(fetch_data.main, "--output", str(tmp_path))
+    done = CliRunner().invoke(script, ["--output", str(tmp_path)])
     assert done.exit_code == 1
     assert len(asked) == 4, "three data sets of the hub, and GitHub for all essays"
     assert done.output.count("; give a folder that has it, with --from") == len(fetch_data.FILES)

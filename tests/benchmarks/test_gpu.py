@@ -1,7 +1,5 @@
 """The GPU benchmarks with tiny sizes in Triton's interpreter; on a GPU the same code runs with other sizes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -202,7 +200,6 @@ def test_the_most_important_rows_come_first() -> None:
 
 
 def test_steps_advance_as_the_models_own_do() -> None:
-    """A static cache's steps, whose positions are a tensor, give the tokens that a growing cache's give."""
     model = gpu.random_llama(TINY, 2, 64, 64, CPU)
     prompt, found = torch.randint(1000, (2, 40)), []
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):

@@ -1,11 +1,8 @@
 """Models with keys that are hard to code do what the model they were made from does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import outlier_model
-import pytest
 import torch
 from support.models.saved_model import saved_model
 
@@ -26,11 +23,6 @@ def test_outlier_channels_change_keys_and_nothing_else(tmp_path: Path) -> None:
     factors = torch.ones(dim)
     factors[[0, 3, dim // 2, 3 + dim // 2]] = 64.0
     torch.testing.assert_close(keys, others * factors, atol=1e-3, rtol=1e-4)
-
-
-def test_pairs_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match="pair=99"):
-        outlier_model.with_outlier_channels(load_model(saved_model())[0], pairs=(1, 99))
 
 
 def test_large_means_change_scores_little(tmp_path: Path) -> None:

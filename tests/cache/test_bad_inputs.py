@@ -3,8 +3,6 @@
 `saved_files.outcome` defines a clear error; `test_saving.py` does the same for files.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -73,12 +71,8 @@ def use(cache: CompressedCache) -> None:
         assert layer.values.isfinite().all()
 
 
-# Configurations and constructors
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_options(method: str, one_era: None) -> None:
-    """Options of every method with values of every kind are refused, or the cache works."""
     base = method_config(method)
     found = []
     for option in get_method(method).Options.model_fields:
@@ -127,9 +121,6 @@ def test_constructors() -> None:
     assert found.count(ACCEPTED) < 15
 
 
-# Operations
-
-
 def tensors(tokens: int) -> dict[str, tuple[Any, Any]]:
     """Keys and values that do not fit a cache of two rows, two heads and D = 32, each in its own way."""
     good = torch.randn(2, 2, tokens, 32, generator=torch.Generator().manual_seed(1))
@@ -168,19 +159,6 @@ def test_updates(cache: CompressedCache, layer: int, tokens: int) -> None:
         assert outcome(lambda new=new, pair=pair: new.update(*pair, layer)) != ACCEPTED, name
         assert new.get_seq_length(layer) == 0
         use(new)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    """A cache accepts other dtypes and widens the tokens it holds, as Transformers' own layers do."""
-    for first, second in ((torch.float32, dtype), (dtype, torch.float32)):
-        new = CompressedCache(config(), filled(3).compression)
-        for index in (0, 1, 3):
-            for tokens, kind in ((3, first), (2, second), (60, second), (1, first)):
-                new.update(*(x.to(kind) for x in states(tokens, index)), index)
-            assert new.layers[index].keys.dtype == new.layers[index].values.dtype == torch.promote_types(first, second)
-            assert new.layers[index].keys.isfinite().all()
-        assert new.packed_tokens > 0
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 150])
@@ -252,7 +230,6 @@ def test_rows_in_other_words(method: str, rows: Any) -> None:
 
 
 def test_crop_that_a_sliding_layer_cannot_follow() -> None:
-    """A crop that a sliding layer does not support is refused before the compressed layers are cropped."""
     model = family_cases.model("gemma3")
     cache = CompressedCache(model.config, family_cases.method_config("gemma3", "turboquant"))
     with torch.no_grad():
@@ -265,7 +242,6 @@ def test_crop_that_a_sliding_layer_cannot_follow() -> None:
 
 @pytest.mark.parametrize(("method", "side", "bad"), [("turboquant", 0, torch.nan), ("kivi", 1, -torch.inf)])
 def test_a_refused_first_prompt_leaves_nothing(method: str, side: int, bad: float) -> None:
-    """No statistics and no batch size of a refused prompt are kept."""
     cache = CompressedCache(small_config(), {"keys": method, "values": method, **SMALL})
     pair = states(150)
     pair[side][1, 0, 10, 3] = bad

@@ -1,7 +1,5 @@
 """Caches of one method: what `help` shows of them, and how arguments become the config of each side."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ CLASSES = [each for each in CLASSES if issubclass(each, MethodCache)]
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_help_lists_every_option(kind: Any) -> None:
-    """The docstring has that of the class and that of the method's options, which names all of them."""
     for name in kind.names:
         text = inspect.cleandoc(get_method(name).Options.__doc__)
         assert text in kind.__doc__
@@ -36,7 +33,6 @@ def test_help_lists_every_option(kind: Any) -> None:
 
 
 def test_paths_and_none() -> None:
-    """A path is its name, and None is as if not given."""
     config, file = small_config(), Path(statistics())
     assert SpectralCache(config, statistics=file).compression == SpectralCache(config, statistics=str(file)).compression
     assert TurboQuantCache(config, bits=3, key_bits=None).compression == TurboQuantCache(config, bits=3).compression

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.saved_model import saved_model
-from support.models.small_model import VOCAB, method_config, small_model
+from support.models.small_model import method_config, small_model
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
@@ -22,17 +22,6 @@ TURBOQUANT, KIVI = method_config("turboquant"), method_config("kivi")
 
 def has_hooks(model: Any) -> bool:
     return any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
-    return small_model()
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 def generate(model: LlamaForCausalLM, prompt: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -72,7 +61,6 @@ def test_none_is_as_if_not_given(model: LlamaForCausalLM, prompt: torch.Tensor, 
 
 
 def test_use_cache_of_the_model_where_the_call_leaves_it_open(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """An option of a passed generation config that is None is taken from the model's own config."""
     settings = GenerationConfig(max_new_tokens=4, do_sample=False)
     assert settings.use_cache is None
     model.generation_config.use_cache = False
@@ -105,7 +93,6 @@ def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, p
 
 
 def test_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Calls of `generate` in another thread use the open block, and a block there interrupts it."""
 
     def in_its_own_block() -> str:
         with compress(model, KIVI) as block:
@@ -221,7 +208,6 @@ def test_a_compressed_model_can_be_freed(prompt: torch.Tensor) -> None:
 
 
 def test_stop_in_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Another thread may stop; the `generate` that runs meanwhile keeps its cache."""
     compression = compress(model, TURBOQUANT)
 
     def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -40,11 +40,6 @@ SIZES = [44, 1, 33, 1]
 LAYERS = 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn off checks that use a device's events, which fake devices do not have."""
@@ -222,7 +217,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
 def test_offloading_on_the_cpu(prompt: dict[str, torch.Tensor], events: list[tuple[str, str]]) -> None:
-    """Layers on the CPU are not moved, and no stream is created."""
     model = small_model()
     config = load_config(mixed_config())
     with pytest.raises(ValueError, match=r"offloading.*max_cache_len"):

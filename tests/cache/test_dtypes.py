@@ -22,11 +22,6 @@ LOST = {"commvq": 0.16}
 """Relative error of logits if rounding changes codes of keys: more than .03 with few, random codebooks."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (2, sum(SIZES)), generator=torch.Generator().manual_seed(0))
@@ -108,7 +103,6 @@ def test_autocast(name: str, order: str, ids: torch.Tensor) -> None:
 
 
 def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
-    """The same keys give the same codes, under autocast or not."""
     cache, same = (CompressedCache(small_model().config, method_config("turboquant")) for _ in range(2))
     states = torch.randn(2, 2, 60, 32, generator=torch.Generator().manual_seed(0))
     cache.update(states, states, 0)
@@ -139,7 +133,6 @@ def test_autocast_leaves_the_codes_of_static_steps_alone(estimator: str) -> None
 
 
 def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:
-    """Two models that generate at once with one config object give the same results as each alone."""
     config = load_config(mixed_config())
     models = [small_model(seed=seed) for seed in (0, 1)]
 

@@ -26,7 +26,6 @@ CONFIGS["layer-rule"] = {**method_config("turboquant"), "layers": [{"match": 2, 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
     return small_model(LAYERS)
 
 
@@ -67,44 +66,28 @@ def test_without_compression_it_is_greedy(model: LlamaForCausalLM, prompt: torch
         assert handle.last_cache.get_seq_length() >= PROMPT + NEW - 1
 
 
-class _Streamer:
-    """Streamer that calls `act` at the prompt, in the middle of `generate`."""
-
-    def __init__(self, act: Any) -> None:
-        self.act, self.acted = act, False
-
-    def put(self, value: Any) -> None:
-        if not self.acted:
-            self.acted = True
-            self.act()
-
-    def end(self) -> None:
-        pass
-
-
 def test_another_thread_is_no_draft(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """A concurrent call from another thread is not taken for a draft; it gets a compressed cache of its own."""
 
-    def call() -> None:
+    def call(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         thread = Thread(target=generate, args=(model, prompt[:, :50]), kwargs={"assistant_early_exit": None})
         thread.start()
         thread.join()
+        return scores
 
     with compress(model, CONFIGS["turboquant"]) as handle:
-        generate(model, prompt, assistant_early_exit=None, streamer=_Streamer(call))
+        generate(model, prompt, assistant_early_exit=None, logits_processor=[call])
         assert handle.last_cache.get_seq_length() == 50 + NEW - 1
         assert handle.last_cache.packed_tokens > 0
 
 
 def test_after_an_exception(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """After a `generate` call that fails, the next one is compressed."""
 
-    def fail() -> None:
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise KeyError("mine")
 
     with compress(model, CONFIGS["turboquant"]) as handle:
         with pytest.raises(KeyError, match="mine"):
-            generate(model, prompt, assistant_early_exit=None, streamer=_Streamer(fail))
+            generate(model, prompt, assistant_early_exit=None, logits_processor=[fail])
         failed = handle.last_cache
         generate(model, prompt)
         assert handle.last_cache is not failed

@@ -2,14 +2,12 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, mixed_config, small_model
+from support.models.small_model import VOCAB, method_config, mixed_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import LlamaForCausalLM
@@ -23,16 +21,6 @@ LAYERS = 2
 PADDED = 7
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model(LAYERS)
-
-
 @pytest.fixture
 def prompt() -> dict[str, torch.Tensor]:
     """Two prompts of 40 tokens, the second with padding on its left."""
@@ -42,34 +30,18 @@ def prompt() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@contextmanager
-def recorded(model: LlamaForCausalLM, cache: Cache) -> Iterator[list[tuple[Any, ...]]]:
-    """Record of each step: positions, tokens visible to the last query, and the cache's lengths before it."""
+def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: int) -> Any:
+    """Generate, and return the sequences and, of each step, positions, visible tokens and the lengths before it."""
     steps: list[tuple[Any, ...]] = []
 
     def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         positions, mask = kwargs["position_ids"], kwargs["attention_mask"]
-        count = positions.shape[1]
         shown = None if mask is None else (tuple(mask.shape), mask[:, 0, -1].sum(-1).tolist())
         lengths = [cache.get_seq_length(index) for index in range(LAYERS)]
-        steps.append((positions.tolist(), shown, lengths, cache.get_mask_sizes(count, 0)))
+        steps.append((positions.tolist(), shown, lengths, cache.get_mask_sizes(positions.shape[1], 0)))
 
-    handle = model.model.layers[0].register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        yield steps
-    finally:
-        handle.remove()
-
-
-def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: int, **how: Any) -> Any:
-    """Generate, and return the sequences and the record of every step."""
-    with recorded(model, cache) as steps:
-        output = model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False, **how)
-    return output, steps
-
-
-def mixed_cache(model: LlamaForCausalLM) -> CompressedCache:
-    return CompressedCache(model.config, mixed_config())
+    model.model.layers[0].register_forward_pre_hook(record, with_kwargs=True)
+    return model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False), steps
 
 
 def test_2000_tokens(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None:
@@ -123,7 +95,6 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_50_generations_leave_nothing(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor], fused: bool) -> None:
-    """Caches are freed at once, without the garbage collector, and no tensor remains."""
     prompt = {name: x.repeat(1, 2) for name, x in prompt.items()} | {"attention_mask": torch.ones(2, 80).long()}
     generations(model, prompt, 2, fused)
     before = live_bytes()

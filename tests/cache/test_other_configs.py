@@ -19,12 +19,6 @@ PROMPT, STEPS = 60, 4
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
-    return small_model()
-
-
-@pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
 

@@ -1,7 +1,5 @@
 """Saved caches: refused files and their errors, atomic writing, and layers of every kind."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -41,9 +39,6 @@ def refuses(path: Path, message: str, model_config: Any = None, **options: Any) 
     assert len(str(refused.value)) < 1000
 
 
-# Files that are refused
-
-
 def _attribute(layer: int, name: str, value: Any) -> Change:
     return lambda h, t, m: h["layers"][layer]["attributes"].update({name: value})
 
@@ -80,7 +75,6 @@ def test_what_does_not_fit(path: Path, name: str) -> None:
 
 
 def test_damaged_files(path: Path, tmp_path: Path) -> None:
-    """A file with any bit flipped, or cut short anywhere, is refused."""
     whole, generator, damaged = path.read_bytes(), random.Random(0), tmp_path / "damaged"
     (length,) = struct.unpack("<Q", whole[:8])
     for start, stop, count in ((0, 8, 8), (8, 8 + length, 40), (8 + length, len(whole), 40)):
@@ -139,7 +133,6 @@ def test_devices(path: Path, tmp_path: Path) -> None:
 
 
 def test_shares_of_tensor_parallelism(tmp_path: Path) -> None:
-    """A process saves the heads that it holds; only one with the same heads loads them."""
     with as_process(1, 2):
         cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
         for index in range(4):
@@ -172,11 +165,7 @@ def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
         TurboQuantCache.load(tmp_path / "kivi", config())
 
 
-# Codebooks
-
-
 def test_codebooks_that_moved(tmp_path: Path) -> None:
-    """A saved cache loads after its codebook file has moved; other codebooks are noticed."""
     here, there, others = (FOLDER / f"saving-{name}.safetensors" for name in ("here", "there", "others"))
     here.write_bytes(Path(codebooks(3)).read_bytes())
     own = {"method": "commvq", "codebooks": str(here)}
@@ -195,9 +184,6 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
     tensors = {name: -books for name, books in random_codebooks(small_config(3), 1, (3, 16), (5, 16)).items()}
     write_codebooks(others, small_config(3), tensors)
     refuses(tmp_path / "x", "layer 0: its keys do not decode as", small_config(3), codebooks=others)
-
-
-# Layers of every kind
 
 
 def continued(model: Any, cache: CompressedCache, path: Path, *steps: int) -> CompressedCache:
@@ -274,9 +260,6 @@ def test_a_prompt_that_may_end_in_a_draft(tmp_path: Path) -> None:
             cache.update(x, x, layer)
     assert saved.packed_tokens > 0
     assert torch.equal(loaded.layers[1].keys, saved.layers[1].keys)
-
-
-# Writing
 
 
 @pytest.mark.parametrize("stage", ["save_file", "replace"])

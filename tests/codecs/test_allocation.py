@@ -1,7 +1,5 @@
 """Allocation of a budget among units: the least loss of all shares."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Codecs do not depend on PyTorch's default device, which users set to their GPU."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 
 import pytest

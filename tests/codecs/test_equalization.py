@@ -1,7 +1,5 @@
 """Equalization of outlier channels: its factors, and what it saves on keys with such channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,7 +77,6 @@ def test_keys_alone() -> None:
 
 
 def test_dead_channels() -> None:
-    """Channels that are always zero, in keys or queries, get finite factors."""
     keys, queries = states(16.0)
     keys[:, 0, :, 5] = 0
     queries[:, :2, :, 6] = 0

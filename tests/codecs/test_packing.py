@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_compress.codecs.layout import PLANE_WORD, PLANES
+from kvcache_compress.codecs.layout import PLANE_WORD, PLANES, words_per_token
 from kvcache_compress.codecs.packing import channel_order, level_table, look_up, memory_order, pack, unpack
 
 # Channels 0 to 15 make two words: word 0 holds the even channels and word 1 the odd ones, the first channel lowest.
@@ -47,3 +47,9 @@ def test_look_up_gives_the_levels_of_the_codes(bits: int, width: int) -> None:
     assert found.dtype == torch.float32
     assert torch.equal(channel_order(found), levels[codes[:, :, 4:12]])
     assert torch.equal(memory_order(levels[codes[:, :, 4:12]]), found)
+
+
+def test_widths_that_do_not_pack() -> None:
+    for width in (4, 12, 20, 63):
+        with pytest.raises(ValueError, match=f"{width} codes per token cannot be packed: a multiple of 8"):
+            words_per_token(width)

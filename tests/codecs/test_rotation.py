@@ -19,7 +19,6 @@ def test_orthogonal(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_seeds(dim: int) -> None:
-    """Rotations are determined by the seed alone, for any state of the global generator."""
     torch.manual_seed(1)
     one = random_rotation(dim, seed=5)
     torch.manual_seed(2)

@@ -1,7 +1,5 @@
 """Trellis-coded quantization: paths, their errors, and the levels."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

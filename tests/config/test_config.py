@@ -27,7 +27,6 @@ def plan(*rules: dict[str, Any], layer_types: list[str] = FULL) -> list[Any]:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_preset(name: str, tmp_path: Path) -> None:
-    """Each preset loads, survives a round trip through YAML, and builds a cache."""
     config = load_config(name)
     path = tmp_path / "again.yaml"
     path.write_text(config.to_yaml())
@@ -60,9 +59,6 @@ def test_yaml_on_and_off_are_no_booleans(tmp_path: Path) -> None:
     assert load_config(path).keys.options().center == "off"
     path.write_text("keys: {method: turboquant, center: on}\nvalues: none\n")
     assert load_config(path).keys.options().center == "on"
-
-
-# Per-layer rules
 
 
 def test_rules_by_number_range_and_type() -> None:
@@ -98,7 +94,6 @@ def test_rules_reach_the_layers() -> None:
 
 
 def test_only_full_attention_is_compressed() -> None:
-    """Sliding layers stay Transformers' own, whatever a rule says."""
     config = Gemma3TextConfig(
         num_hidden_layers=6, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8
     )
@@ -123,9 +118,6 @@ def test_rules_that_do_not_fit(rules: list[dict[str, Any]], message: str) -> Non
         CompressedCache(llama(), {**SIDES, "layers": rules})
 
 
-# Bad values
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -135,6 +127,13 @@ def test_rules_that_do_not_fit(rules: list[dict[str, Any]], message: str) -> Non
         ({"keys": {"method": "turboqant"}}, "unknown method 'turboqant': .*kivi, none, .*turboquant"),
         ({"keys": {"bits": 4}}, "keys.method.*required"),
         ({"keys": {"method": "turboquant", "bit": 4}}, "unknown key 'bit' for turboquant: .*bits, "),
+        ({"values": {"method": "turboquant", "bits": 9}}, "values.bits=9 for turboquant: "),
+        (
+            {"layers": [{"match": 1, "keys": {"method": "kivi", "bits": True}}, {"match": 0, "method": "kivy"}]},
+            "layers.0.keys.bits=True for kivi: .*layers.1: unknown method 'kivy': ",
+        ),
+        ({"layers": [{"match": 10**40}]}, r"layers.0.match=\[<integer of 133 bits>\]"),
+        ({"seed": 10**40}, "seed=<integer of 133 bits>"),
         ({"recent_tokens": "many"}, "recent_tokens='many'"),
         ({"backend": "cuda"}, "backend='cuda'.*'auto', 'triton', 'cpp' or 'torch'"),
         ({"recent": 5}, "unknown key 'recent' in the config: .*keys, values"),

@@ -1,7 +1,5 @@
 """Fixtures of the contract tests: a tiny model, and the configurations of `support/oracle.py` on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -12,11 +10,6 @@ from transformers import LlamaForCausalLM
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

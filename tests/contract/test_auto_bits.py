@@ -1,7 +1,5 @@
 """Caches that spread their bits over layers and sides: sizes, operations, and prompts in every form."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +126,6 @@ def test_operations(model: Any, method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("equalize", ["auto", "off"])
 def test_long_after_loading(model: Any, tmp_path: Path, equalize: str) -> None:
-    """Loaded caches measure again when the saved ones do, and not at all if those do not."""
     keys = {**METHODS["turboquant"], "equalize": equalize}
     cache = cache_of(model, "turboquant", keys=keys)
     feed(model, cache, 200)
@@ -149,7 +146,6 @@ def test_fractional_bits(model: Any, method: str, side: str) -> None:
 
 
 def test_no_era_of_the_first_prompt(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics that were just measured are not measured again."""
     monkeypatch.setattr("kvcache_compress.storage.side.renewed", lambda *args: pytest.fail("measured again"))
     feed(model, cache_of(model, "turboquant"), 200)
 
@@ -166,7 +162,6 @@ def test_another_batch_after_a_crop_to_nothing(model: Any) -> None:
 
 @each
 def test_without_queries(model: Any, method: str) -> None:
-    """All layers keep the config's bits if their queries are not seen."""
     disable_fused_attention(model)
     try:
         cache = cache_of(model, method)
@@ -241,7 +236,6 @@ def test_no_effect_is_refused(model: Any) -> None:
 
 
 def test_layers_without_bits_take_no_part(model: Any) -> None:
-    """A side whose bits cannot change leaves its layer as it is."""
     rule = {"match": [0], "values": {"method": "kivi", "bits": 4, "group_size": 16}}
     cache = cache_of(model, "spectral", layers=[rule])
     feed(model, cache, 200)

@@ -254,7 +254,6 @@ def test_crop_of_nothing_reaches_sliding_layers() -> None:
 
 @newest
 def test_masks_begin_at_the_length(tiny_model: Any, ids: torch.Tensor) -> None:
-    """`get_query_offset` and early initialization, by which masks and exports are made, work as in a full cache."""
     cache = CompressedCache(tiny_model.config, WIDE)
     assert all(layer.supports_early_init for layer in cache.layers)
     cache.early_initialization(2, 2, 32, torch.float32, "cpu")

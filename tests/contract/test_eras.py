@@ -1,7 +1,5 @@
 """Caches with several eras: attention over all of them, and what happens to them in operations on the cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -181,7 +179,6 @@ class Kinds:
 
 
 def test_new_statistics_must_pay() -> None:
-    """Statistics are renewed for tokens of another kind, and not for more of the same."""
     kinds = Kinds()
     codec = kinds.codec(*(kinds.prompt(0, 1028) for _ in range(4)))
     assert eras.renewed(codec, kinds.prompt(0, 260)) is None
@@ -201,7 +198,6 @@ def test_later_statistics_are_blended() -> None:
 
 
 def test_queries_that_were_not_seen_are_no_prior() -> None:
-    """Queries first seen later count alone, whatever their scale."""
     kinds = Kinds()
     unseen, then = replace(kinds.prompt(0, 1028), queries=None), kinds.prompt(0, 516)
     assert then.queries is not None
@@ -212,7 +208,6 @@ def test_queries_that_were_not_seen_are_no_prior() -> None:
 
 
 def test_runs() -> None:
-    """Runs cover the tokens asked for, in order, each with the codec of its era."""
     one, two, three = (Era(start, object()) for start in (0, 64, 96))  # type: ignore[arg-type]
     assert runs((one,), 10, 20) == [(one.codec, 10, 20)]
     assert runs((one, two, three), 32, 128) == [(one.codec, 32, 64), (two.codec, 64, 96), (three.codec, 96, 128)]

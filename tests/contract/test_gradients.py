@@ -1,7 +1,5 @@
 """Gradients reach a step's own keys and values as through a dense cache; tokens of earlier steps are constants."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -95,7 +93,6 @@ def test_from_the_first_token_on(model: Any, sizes: list[int], capacity: int | N
 
 @pytest.mark.parametrize(("model", "capacity"), [(True, "growing")], indirect=True)
 def test_compiled_code_has_none(model: Any, capacity: int | None) -> None:
-    """Compiled code refuses gradients: a backward pass may recompute from a counter that has moved on."""
     ids = tokens(PROMPT + 1)
     cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": capacity})
     with torch.no_grad():

@@ -108,7 +108,6 @@ def test_goes_on_bit_for_bit(case: Any, ids: torch.Tensor, tmp_path: Path, way: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(unfused: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Keys and values of a model in 16 bits come back in 16 bits."""
     cache = unfused.cache()
     x = torch.randn(2, 2, 2, 150, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     prompt, rest = x.split([90, 60], 3)
@@ -125,7 +124,6 @@ def test_16_bits(unfused: Any, tmp_path: Path, dtype: torch.dtype) -> None:
 
 @few
 def test_reset_then_reuse(case: Any, ids: torch.Tensor, capacity: int | None) -> None:
-    """A reset cache behaves like a new one, bit for bit, also with another batch size."""
     used, new = case.cache(max_cache_len=capacity), case.cache(max_cache_len=capacity)
     case.feed(used, ids[:, 100:180], [75, 5])
     assert used.packed_tokens > 0
@@ -156,7 +154,6 @@ def test_sizes_and_tokens(case: Any, ids: torch.Tensor) -> None:
 @few
 @pytest.mark.parametrize("first", [True, False], ids=["made-in-inference-mode", "used-in-inference-mode"])
 def test_inference_mode_and_not(case: Any, ids: torch.Tensor, first: bool, capacity: int | None) -> None:
-    """A cache filled in inference mode works outside it, and the other way round; so do its copies."""
     cache, expected = case.cache(max_cache_len=capacity), case.cache(max_cache_len=capacity)
     with torch.inference_mode(first), torch.no_grad():
         case.feed(cache, ids[:, :70], [60, 10])

@@ -3,8 +3,6 @@
 The logits and the tokens held equal those of an independent oracle, for given scripts and for random ones.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from dataclasses import dataclass

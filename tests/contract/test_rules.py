@@ -14,7 +14,6 @@ from kvcache_compress.storage.view import record_paths
 
 @few
 def test_masked_tokens_are_not_attended(case: Any, ids: torch.Tensor) -> None:
-    """A mask over packed tokens changes the logits of its row only."""
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[0, 10:20] = 0
     logits = []

@@ -66,7 +66,6 @@ def test_steps_have_static_shapes_and_never_wait(unfused: Any, ids: torch.Tensor
 
 
 def test_what_is_not_finite_or_too_much_is_refused(unfused: Any, ids: torch.Tensor) -> None:
-    """Tokens that are not finite, or too many, are refused by steps and prompts, and no layer changes."""
     cache = unfused.cache(max_cache_len=80)
     with torch.no_grad():
         unfused.feed(cache, ids[:, :70], [60, 10])
@@ -110,7 +109,6 @@ def test_a_refused_step_leaves_all_layers_alike(unfused: Any, ids: torch.Tensor)
 
 @both_kinds_of_steps
 def test_dtypes_that_change(tiny_model: Any, capacity: int) -> None:
-    """Wider dtypes widen the buffers and narrower ones are converted, as in the growing layer."""
     side = {"method": "turboquant"}
     config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8}
     generator = torch.Generator().manual_seed(0)
@@ -173,7 +171,6 @@ def test_a_first_prompt_of_which_nothing_is_packed(tiny_model: Any, name: str, p
 
 @both_kinds_of_steps
 def test_refused_tokens_and_rows_that_are_gone_leave_nothing(tiny_model: Any, capacity: int) -> None:
-    """Refused tokens do not widen the buffers, and packed tokens of rows that a batch operation removed are freed."""
     config = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
     layer = layer_of(tiny_model, {**config, "max_cache_len": 80, "backend": "torch"})
     x = torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -299,7 +296,6 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("width", [None, 100, 120])
 def test_padding_masks_of_flash_attention(model: Any, width: int | None, count: int) -> None:
-    """Padding masks `[B, T]` work for the tokens so far and for the whole capacity, as `generate` makes them."""
     layer = layer_of(model, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"})
     states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
     layer.update(*(states[:, :, : 100 - count],) * 2)

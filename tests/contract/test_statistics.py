@@ -1,7 +1,5 @@
 """Statistics of codes: codebooks of one prompt (`codebook: online`), and factors of keys with outlier channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -51,7 +49,6 @@ def test_several_prompts_are_refused(prompt: int, capacity: int | None) -> None:
 @capacities
 @pytest.mark.parametrize(("prompt", "early", "fused"), [(2, False, True), (20, True, True), (70, False, False)])
 def test_rows_of_one_prompt_are_as_alone(prompt: int, early: bool, fused: bool, capacity: int | None) -> None:
-    """Rows that share a prompt give the same results as alone, however they continue and in any order."""
     model, ids = small_model(), torch.cat([tokens(1, prompt).repeat(3, 1), tokens(3, 49, 1)], 1)
     if fused:
         enable_fused_attention(model)
@@ -117,7 +114,6 @@ def test_loss(config: dict[str, Any], hard: Any) -> None:
 
 
 def test_backends(config: dict[str, Any], hard: Any) -> None:
-    """C++ and Triton encode and attend with the factors, as torch does."""
     found = []
     for backend in ("torch", "cpp", "triton"):
         cache = CompressedCache(hard.config, {**config, "backend": backend})

@@ -52,7 +52,6 @@ def test_hides_no_method_of_a_tensor(views: Any) -> None:
 
 
 def test_decodes_for_foreign_code(views: Any) -> None:
-    """A handle decodes for torch functions, methods, indexing, and lists that mix it with tensors."""
     for view, dense in (views[::2], views[1::2]):
         assert torch.equal(view.dense(), dense)
         assert torch.equal(torch.softmax(view, dim=-1), dense.softmax(-1))
@@ -83,13 +82,9 @@ def filled(unfused: Any, ids: torch.Tensor, capacity: int | None) -> Any:
     return cache
 
 
-def states(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, 2, count, 32, generator=torch.Generator().manual_seed(seed))
-
-
 def update(cache: Any, count: int, seed: int) -> list[View]:
     """Give every layer `count` new tokens, and return the handles of the compressed ones."""
-    keys, values = states(count, seed), states(count, seed + 1)
+    keys, values = torch.randn(2, 2, 2, count, 32, generator=torch.Generator().manual_seed(seed))
     found = [handle for index in range(3) for handle in cache.update(keys, values, index)]
     return [handle for handle in found if isinstance(handle, View)]
 
@@ -116,7 +111,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_held_views_stay_what_they_are(filled: Any, count: int) -> None:
-    """Handles of a step or a chunk that are held through one change of the cache, or through two, stay the same."""
     for name, change in CHANGES.items():
         cache = copy.deepcopy(filled)
         held = update(cache, count, 5)
@@ -132,7 +126,6 @@ def test_held_views_stay_what_they_are(filled: Any, count: int) -> None:
 
 
 def test_views_that_nobody_holds_cost_nothing(filled: Any) -> None:
-    """The layer keeps no view, and copies nothing where no view is held."""
     gone = [weakref.ref(handle) for handle in update(filled, 1, 5)]
     gc.disable()
     try:
@@ -150,7 +143,6 @@ def test_views_that_nobody_holds_cost_nothing(filled: Any) -> None:
 
 
 def test_attention_to_a_held_view(filled: Any) -> None:
-    """Fused attention to a held handle is that to its decoded tokens, also after a crop and a chunk."""
     held = update(filled, 1, 5)
     call = AttentionCall.of(torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(2)), scaling=0.2)
     before = [keys.attend(call, values) for keys, values in zip(held[::2], held[1::2], strict=True)]

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from support.kernels.segment_makers import make_codec, make_side, poison  # noqa: F401
+from support.kernels.segment_makers import poison  # noqa: F401
 from torch.torch_version import TorchVersion
 
 from kvcache_compress.cpu_kernels import build

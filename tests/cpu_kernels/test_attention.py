@@ -1,11 +1,8 @@
 """The C++ attention, and PyTorch's, against plain attention over decoded tokens."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +22,7 @@ from support.kernels.attention_cases import (
     segments,
     tq,
 )
+from support.kernels.segment_makers import make_side
 from support.method_cases import neighbour_layout
 
 from kvcache_compress.backends import torch as reference
@@ -62,10 +60,10 @@ CALLS = CASES | {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_equals_plain_attention(name: str, make_side: Callable[..., View]) -> None:
+def test_equals_plain_attention(name: str) -> None:
     """So does the reference in torch, whose queries are in float32."""
     torch.manual_seed(len(name))
-    keys, values = segments(CALLS[name], make_side)
+    keys, values = segments(CALLS[name])
 
     def as_float(call: AttentionCall, *views: View) -> torch.Tensor:
         return reference.attend(replace(call, query=call.query.float()), *views).to(call.query.dtype)
@@ -74,9 +72,8 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., View]) -> No
         check_attention(attend, CALLS[name], keys, values)
 
 
-def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., View]) -> None:
-    """Rows masked with the lowest number are averages, as in plain attention, where all logits become that number."""
-    keys, values = segments(Case(), make_side)
+def test_rows_hidden_by_the_lowest_number_are_averages() -> None:
+    keys, values = segments(Case())
     query = torch.randn(2, 6, 1, 64)
     mask = torch.full((2, 1, 1, keys.shape[2]), torch.finfo(torch.float32).min)
     out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
@@ -84,7 +81,7 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
 
 
 @pytest.mark.parametrize("rotary", [4, 20])
-def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., View]) -> None:
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int) -> None:
     """Positions differ per row."""
     keys = make_side(*commvq(), "keys", 64, 50, layout=neighbour_layout(64, rotary))
     values = make_side(*tq(4), "values", 64, 50)
@@ -93,22 +90,22 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
 
-def test_queries_of_any_strides(make_side: Callable[..., View]) -> None:
+def test_queries_of_any_strides() -> None:
     case = Case(count=3)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     query = torch.randn(2, 6, 3, 64)
     out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     for strided in (query.transpose(1, 2).contiguous().transpose(1, 2), query.mT.contiguous().mT):
         assert torch.equal(launch.attend(AttentionCall.of(strided, scaling=0.125), keys, values), out)
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
-    check_hidden_rows(launch.attend, *segments(Case(), make_side))
+def test_rows_without_visible_tokens_are_zero() -> None:
+    check_hidden_rows(launch.attend, *segments(Case()))
 
 
-def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:
+def test_fewer_tokens_than_stored() -> None:
     """A view of an earlier step sees only its own tokens; with a static capacity some slots are empty."""
-    keys, values = segments(Case(), make_side)
+    keys, values = segments(Case())
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
     expected = plain_attention(query, *before, None, Case(), None)
@@ -119,9 +116,8 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:
     assert error(launch.attend(AttentionCall.of(query, mask, scaling=0.125), *larger), expected) <= BARS[F32]
 
 
-def test_result_does_not_depend_on_threads(make_side: Callable[..., View]) -> None:
-    """The number of threads sets the number of splits, but not the result."""
-    keys, values = segments(Case(packed=3000), make_side)
+def test_result_does_not_depend_on_threads() -> None:
+    keys, values = segments(Case(packed=3000))
     query = torch.randn(2, 6, 1, 64)
     threads, found = torch.get_num_threads(), []
     try:
@@ -134,9 +130,9 @@ def test_result_does_not_depend_on_threads(make_side: Callable[..., View]) -> No
     torch.testing.assert_close(found[2], found[0], atol=1e-6, rtol=1e-5)
 
 
-def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., View]) -> None:
+def test_sides_are_described_anew_when_a_tensor_is_replaced() -> None:
     """The description is kept while the tensors are the same, and neither outlives them nor goes along in copies."""
-    keys, values = segments(Case(NONE, tq(4)), make_side)
+    keys, values = segments(Case(NONE, tq(4)))
     query = torch.randn(2, 6, 1, 64)
 
     def check(keys: View, values: View) -> None:

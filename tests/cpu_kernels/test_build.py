@@ -1,7 +1,5 @@
 """Compile and load the C++ code, and fall back or refuse if that fails."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -71,7 +69,6 @@ def test_compiles_once(tmp_path: Path, loaded: list[Path], caplog: pytest.LogCap
 
 
 def test_a_library_of_another_machine(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that does not load here, for other system libraries, is compiled anew."""
     tried: list[Path] = []
 
     def load(path: Path) -> None:
@@ -109,7 +106,6 @@ def test_two_at_once(compiler: Path, loaded: list[Path]) -> None:
 def test_without_a_compiler(
     compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a compiler, an explicit choice is refused; `auto` gives the reason and runs in torch."""
     monkeypatch.setenv("CXX", compiler)
     model = small_model()
     with pytest.raises(ValueError, match=f'backend="cpp" is unavailable: .*{message}'):

@@ -1,7 +1,5 @@
 """The C++ encoders against their torch twins: codes to the bit, stored scalars to one unit in the last place."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,13 +7,13 @@ from typing import Any, get_args
 import pytest
 import torch
 from support.kernels.encode_cases import SIDES, assert_equal_fields, unit_vectors
+from support.kernels.segment_makers import make_codec
 from support.method_cases import half_layout, random_track
 from support.models.small_model import method_config, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.quantizers import polar_pairs, polar_tree, scalar
 from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.cpu_kernels.encode import launch as encode
@@ -131,7 +129,6 @@ def test_angles_on_boundaries(bits: int) -> None:
 
 @pytest.mark.parametrize(("pairs", "centres"), [(5, 2), (32, 4), (5, 8), (32, 64), (5, 64)])
 def test_nearest_pairs(pairs: int, centres: int) -> None:
-    """Codes and residuals are equal to the bit, with ties, zeros and NaN."""
     generator = torch.Generator().manual_seed(centres)
     z, rows = (torch.randn(2, 3, count, 2 * pairs, generator=generator) for count in (50, 2 * centres))
     costs = torch.randn(2, 3, centres, centres, generator=generator)
@@ -175,9 +172,7 @@ def test_runs_of_codes(bits: int, count: int) -> None:
         for i, case in enumerate(CASES)
     ],
 )
-def test_codecs_encode_alike(
-    method: str, options: Any, side: Any, dtype: torch.dtype, head_dim: int, make_codec: Callable[..., Codec]
-) -> None:
+def test_codecs_encode_alike(method: str, options: Any, side: Any, dtype: torch.dtype, head_dim: int) -> None:
     codec = make_codec(method, options, side, head_dim, dtype=dtype, layout=half_layout(head_dim))
     x = torch.randn(2, 2, 256, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 1, 5] = 0.0

@@ -1,7 +1,5 @@
 """File locks: other runs wait, killed ones hold no lock, and file systems without locks get a warning."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing
@@ -69,7 +67,6 @@ def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.Lo
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without file locks two blocks run at the same time, each with a warning."""
 
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -114,7 +114,6 @@ FILES = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path) -> None:
-    """All readers of users' text refuse unreadable files."""
     make, message = FILES[case]
     path = tmp_path / name
     make(path)

@@ -1,7 +1,5 @@
 """Overwriting existing files: regular files are replaced atomically, links followed, devices refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +33,6 @@ def write(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
 
 
 def test_links_are_followed(write: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Links are followed to an existing file, whose permissions stay, and to a new one."""
     target, link, loose = tmp_path / "there" / "target", tmp_path / "link", tmp_path / "loose"
     target.parent.mkdir()
     target.write_text("old")

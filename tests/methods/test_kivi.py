@@ -42,7 +42,6 @@ def test_grouping() -> None:
 
 
 def test_groups_are_independent() -> None:
-    """Codes of a group do not depend on the tokens before or after it."""
     x = torch.randn(1, 2, 96, 64)
     codec = make_codec("kivi", 64, "keys", heads=2, bits=2)
     assert codec.group == 32

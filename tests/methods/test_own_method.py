@@ -49,7 +49,6 @@ def test_other_backends_are_refused(pair: str, backend: str) -> None:
     [("own-method", None, False), ("own-method", 256, True), ("own-turboquant", None, True)],
 )
 def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tmp_path: Path) -> None:
-    """Generate, save and load with a YAML file that names the registered method."""
     (tmp_path / "own.yaml").write_text(load_config({**CONTRACT[pair], "max_cache_len": capacity}).to_yaml())
     model = small_model()
     if fused:

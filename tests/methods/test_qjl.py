@@ -7,8 +7,6 @@ import pytest
 import torch
 from support.method_cases import make_codec, unit_vectors
 
-from kvcache_compress import load_config
-
 PAPER = {"scalar": "norm", "center": "off"}
 _VALUES = {"method": "kivi", "bits": 2}
 CONTRACT = {
@@ -130,14 +128,3 @@ def test_refused(options: dict[str, Any], message: str) -> None:
         make_codec("qjl", 64, **options)
     with pytest.raises(ValueError, match="qjl for values"):
         make_codec("qjl", 64, "values")
-
-
-def test_paper_preset() -> None:
-    """Public defaults: m = 256 of 128 channels, 512 in the first 15 of 32 layers, 2-bit values, a window of 128."""
-    config = load_config("qjl-paper")
-    plans = config.plan(["full_attention"] * 32)
-    assert [plan.keys.options().sketch_ratio for plan in plans] == [4] * 15 + [2] * 17
-    assert {plan.keys.options().outlier_channels for plan in plans} == {8}
-    assert (config.sink_tokens, config.recent_tokens) == (0, 128)
-    values = plans[0].values.options()
-    assert (plans[0].values.method, values.bits, values.group_size) == ("kivi", 2, 32)

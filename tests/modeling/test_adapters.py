@@ -29,12 +29,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def has_hooks(model: Any) -> bool:
-    return any(module._forward_pre_hooks for module in model.modules())
-
-
 def adapted(kind: str, options: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
     base = small_model()
     torch.manual_seed(1)
     return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()
@@ -96,12 +91,11 @@ def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
     disable_fused_attention(model)
     assert model.config._attn_implementation == "sdpa"
     register_position_hooks(model)
-    assert has_hooks(model.get_base_model())
+    assert any(module._forward_pre_hooks for module in model.get_base_model().modules())
 
 
 @pytest.mark.parametrize("switch", [enable_fused_attention, lambda model: compress(model, CONFIG).__enter__()])
 def test_prefix_tuning_is_refused(switch: Any) -> None:
-    """Prefix tuning is refused, as PEFT replaces any cache by a dense one that holds the prefix."""
     model = adapted("PrefixTuningConfig", {"num_virtual_tokens": VIRTUAL})
     with pytest.raises(ValueError, match="its adapter is of type PREFIX_TUNING"):
         switch(model)

@@ -1,7 +1,5 @@
 """Text for calibrations: windows spread over files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

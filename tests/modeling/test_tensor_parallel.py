@@ -58,7 +58,6 @@ def found(files: dict[str, str]) -> dict[str, Any]:
 
 def test_same_as_one_process(files: dict[str, str], found: dict[str, Any]) -> None:
     """Tokens are equal, logits to rounding; each process holds half of the heads, whose keys are coded as in one."""
-    torch.set_num_threads(1)
     model = small_model(num_key_value_heads=KV_HEADS)
     for name, fused, cache in tensor_parallel_worker.cases(files["codebooks"], files["statistics"]):
         sequences, logits, (packed, heads), keys = tensor_parallel_worker.generate(model, fused, cache)

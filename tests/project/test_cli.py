@@ -124,14 +124,6 @@ def test_memory_where_a_preset_does_not_fit() -> None:
     assert "turboquant-4bit" in result.output
 
 
-@pytest.mark.parametrize("kind", ["Mamba2Config", "T5Config"])
-def test_memory_of_a_model_without_such_a_cache(kind: str, tmp_path: Path) -> None:
-    getattr(transformers, kind)().save_pretrained(tmp_path)
-    result = runner.invoke(app, ["memory", "--model", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "error:" in result.output
-
-
 def test_memory_counts_full_attention_layers(tmp_path: Path) -> None:
     transformers.Gemma3TextConfig(num_hidden_layers=12).save_pretrained(tmp_path)
     result = runner.invoke(app, ["memory", "--model", str(tmp_path)])

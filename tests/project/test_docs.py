@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,25 +39,6 @@ def snippets(page: str, language: str) -> list[str]:
     text = (ROOT / page).read_text(encoding="utf-8")
     text = re.sub(r"<!-- not run here: [^>]+-->\n```.*?```", "", text, flags=re.DOTALL)
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def test_links_to_files_outside_of_the_site() -> None:
-    """They become pages or, once the project has an address, absolute; until then they are plain text."""
-    pytest.importorskip("mkdocs")
-    from mkdocs.exceptions import PluginError
-
-    rewrite = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["with_site_links"]
-    page = ("docs/guides/cpu.md", "guides/cpu.md")
-    text = "[a](../../CONTRIBUTING.md#rules) [b](../results.md) [c](../../LICENSE) [d](https://e.org) [`e[0]`](#f)"
-    plain = "[a](../dev/contributing.md#rules) [b](../results.md) c [d](https://e.org) [`e[0]`](#f)"
-    assert rewrite(text, *page, None) == plain
-    address = "https://host.org/project"
-    assert rewrite(text, *page, address) == plain.replace(" c ", f" [c]({address}/blob/main/LICENSE) ")
-    assert rewrite(f"[x]({address}/blob/main/docs/results.md)", *page, address) == "[x](../results.md)"
-    fenced = "```python\nx[0](../nowhere)\n```\n"
-    assert rewrite(fenced, *page, None) == fenced
-    with pytest.raises(PluginError, match="nowhere"):
-        rewrite("[x](../nowhere.md)", *page, None)
 
 
 def write_files(folder: Path, config: Any) -> None:

@@ -56,7 +56,6 @@ def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
 
 
 def test_mapped_folders_refuse_another_name() -> None:
-    """A mapped folder imported under its own name from the repository's root raises a clear `ImportError`."""
     for folder in ("triton_kernels", "cpu_kernels"):
         done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0
@@ -76,7 +75,6 @@ def test_oldest_versions_are_those_of_the_metadata() -> None:
 
 
 def test_core_runs_without_extras() -> None:
-    """Commands run, and those that need an extra say so in one line."""
     commands = [
         (["presets"], "best-3bit", ""),
         (["memory", "--preset", "best-3bit"], "best-3bit", ""),

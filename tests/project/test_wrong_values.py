@@ -91,7 +91,6 @@ COMMANDS = {
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_evaluations(kind: str, folder: Path) -> None:
-    """Every option of every evaluation refuses wrong values."""
     text = str(folder / "text.txt")
     needed = {"ruler": ["--data", text], "turns": ["--text", text, "--text", text]}.get(kind, [])
     found = 0

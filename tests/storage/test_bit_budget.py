@@ -1,7 +1,5 @@
 """`BitBudget`: the bits of layers and sides from their losses; and the losses of a layer's attention output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -182,7 +180,6 @@ def test_losses_are_those_of_the_output() -> None:
 
 
 def test_padding_changes_no_loss() -> None:
-    """A left-padded row measures what it measures alone."""
     tokens, padding, sinks, recent = 448, 192, 8, 32
     generator = torch.Generator().manual_seed(0)
     keys, values, query = (torch.randn(1, 2, tokens, DIM, generator=generator) for _ in range(3))

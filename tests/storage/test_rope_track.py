@@ -1,7 +1,5 @@
 """Cos and sin of groups: the rows of the right tokens after any steps, and layers that need different ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.method_cases import half_layout

@@ -52,9 +52,6 @@ def test_prompts_leave_no_slack_where_nothing_follows() -> None:
     assert store.bytes_allocated() == sum(store.bytes_used().values())
 
 
-# The tail
-
-
 @pytest.fixture
 def tail() -> TailBuffer:
     return TailBuffer(torch.zeros(1, 1, 0, 2), 8)

@@ -9,8 +9,6 @@ A file `tests/methods/**/test_<method>.py` may define
 Options of the latter two may be a function of the head dimension.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 from types import ModuleType

@@ -3,8 +3,6 @@
 Logits of two attention implementations differ by rounding, which decides the codes of later tokens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

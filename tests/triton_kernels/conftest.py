@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.kernels.device import EMULATED
-from support.kernels.segment_makers import make_codec, make_side, poison  # noqa: F401
+from support.kernels.segment_makers import poison  # noqa: F401
 
 if EMULATED:
     from support.ptx.launch import Emulator, emulate

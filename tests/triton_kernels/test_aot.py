@@ -1,7 +1,5 @@
 """Kernels compiled ahead of time, without a GPU: registers do not spill."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

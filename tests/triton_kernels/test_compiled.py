@@ -3,8 +3,6 @@
 All cases run by `KVCACHE_COMPRESS_TEST_DEVICE=ptx:sm_90 pytest tests/triton_kernels`, in the workflow's job `ptx`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

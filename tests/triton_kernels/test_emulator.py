@@ -1,7 +1,5 @@
 """The emulator notices faults: each is planted in the PTX of a kernel that is right, and must be found."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,6 @@ from support.kernels.attention_cases import F16, F32, NONE, PAIRS, Case, segment
 from support.kernels.device import EMULATED
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 Edit = Callable[[str], str]
@@ -84,14 +81,14 @@ ALONE = [("float32", "attend", 14), ("4-bit", "map_query", 7), ("4-bit", "merge"
 
 
 @pytest.fixture
-def attend(make_side: Callable[..., View], emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def attend(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`attend(case, kernel, edit)`: what is noticed when a kernel of a case is edited."""
     monkeypatch.setattr(launch, "split_sizes", lambda packed, tile, *_: (tile.tokens, -(-packed // tile.tokens)))
 
     def run(name: str, kernel: str, edit: Edit) -> list[str]:
         case = CASES[name]
         torch.manual_seed(3)
-        keys, values = segments(case, make_side)
+        keys, values = segments(case)
         heads = case.groups * keys.sinks.shape[1]
         query = torch.randn(2, heads, 1, case.head_dim).to(case.dtype)
         edited: list[bool] = []

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
+from support.models import family_cases
 from support.models.small_model import METHODS, method_config, small_model
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
@@ -136,22 +137,11 @@ def test_a_run_is_good_for_one_continuation_and_leaves_nothing() -> None:
 
 @torch.inference_mode()
 def test_models_with_sliding_layers_prefill_each_cache() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    config = Gemma3TextConfig(
-        **sizes,
-        num_hidden_layers=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"],
-        pad_token_id=0,
-    )
-    model = Gemma3ForCausalLM(config).eval()
+    model = family_cases.build("gemma3")
     shared = prefill(model, IDS)
     assert shared.states is None
     run = shared.run(full_cache())
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=model.config)
     expected = [model(input_ids=part, **with_cache(cache)).logits[0] for part in (IDS, MORE[None, :16])]
     expected = torch.cat([expected[0][-1:], expected[1]])
     torch.testing.assert_close(run.forced(MORE[:16], 16), expected, atol=1e-4, rtol=0)

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from support.models.small_model import method_config, small_model
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from support.models.toy_tokenizers import word_tokenizer
 from typer.testing import CliRunner
 
 from kvcache_compress.cli.evaluate.app import app
@@ -28,9 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a tokenizer and a text."""
     folder = tmp_path_factory.mktemp("comparison")
     small_model().save_pretrained(folder / "model")
-    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w01"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w00", unk_token="w01").save_pretrained(folder / "model")
+    word_tokenizer(WORDS, pad_token="w00", unk_token="w01").save_pretrained(folder / "model")
     text = " ".join(WORDS[index * index % 61] for index in range(1000))
     (folder / "text.txt").write_text(text)
     (folder / "long.txt").write_text(" ".join([text] * 5))

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import VOCAB, method_config, small_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from support.models.small_model import VOCAB, method_config
+from support.models.toy_tokenizers import word_tokenizer
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcache_compress import CompressedCache
@@ -27,18 +25,9 @@ POSITIONS = 256
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
-    return small_model()
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Tokenizer with one token per word."""
-    names = ["<end>", "<unk>", *WORDS]
-    words = Tokenizer(WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    return word_tokenizer(["<end>", "<unk>", *WORDS], unk_token="<unk>", eos_token="<end>", pad_token="<end>")
 
 
 def text(tokens: int, seed: int = 0) -> str:

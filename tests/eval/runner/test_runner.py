@@ -71,11 +71,6 @@ class Nowhere(Toy):
         raise FileNotFoundError("no file data.jsonl")
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_asked() -> None:
     Toy.asked.clear()
@@ -245,7 +240,6 @@ def test_data_that_one_process_cannot_read_fails_for_all(model: LlamaForCausalLM
 
 
 def test_two_runs_on_one_table(model: LlamaForCausalLM, table: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second run waits for the first, and reuses its cells."""
     second: list[Future[list[Cell]]] = []
 
     def start_another(done: int, total: int, label: str) -> None:

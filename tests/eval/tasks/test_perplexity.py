@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.models.saved_model import saved_model
-from support.models.small_model import small_model
 from support.models.toy_tokenizers import Letters
 from transformers import DynamicCache, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -25,11 +24,6 @@ from kvcache_compress.eval.tasks.scoring import compare_tokens, cut_windows
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 8
 SIZES = {"prefix": 64, "scored": 16, "windows": 3}
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model()
 
 
 def test_scores_by_hand() -> None:

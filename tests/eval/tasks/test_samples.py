@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.toy_tokenizers import START, Characters, GivenRun, Words
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from support.models.toy_tokenizers import START, Characters, GivenRun, Words, word_tokenizer
 
 from kvcache_compress.eval.tasks.samples import (
     as_chat,
@@ -63,7 +60,7 @@ def test_chat_is_split_before_the_question() -> None:
 
 
 def test_chat_switches_thinking_off() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
+    tokenizer = word_tokenizer(["a"], unk_token="a")
     message = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
     ending = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
     tokenizer.chat_template = message + ending

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.models.small_model import method_config, small_model
+from support.models.small_model import method_config
 from support.models.toy_tokenizers import Letters
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -25,11 +25,6 @@ from kvcache_compress.eval.tasks.scoring import compare_tokens
 from kvcache_compress.eval.tasks.turns import Turns
 
 NAMES = ("a.txt", "b.txt", "c.txt")
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model()
 
 
 @pytest.fixture(scope="module")

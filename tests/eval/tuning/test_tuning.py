@@ -1,7 +1,5 @@
 """The tuner: exact allocation, budgets, additive losses, resumed measurements, its YAML and its errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -138,7 +136,6 @@ def test_layers_of_other_kinds_keep_their_places() -> None:
 
 
 def test_large_and_small_budgets() -> None:
-    """A large budget is no more than all choices cost, and the smallest is met by the cheapest choices alone."""
     losses = {(layer, side): 1e-3 for layer in (0, 1) for side in SIDES}
     shape, base = ModelShape(2, 4, 2, 32), load_config(CONFIG)
     assert tune(invented(losses), base, CHOICES, Budget(shape, None, 10**12, 4096)).expected < 2.6e-4

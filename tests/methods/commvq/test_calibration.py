@@ -1,7 +1,5 @@
 """Calibration of CommVQ: collected states, the file, and refused arguments."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -99,7 +97,6 @@ def test_windows_are_held_out() -> None:
 
 
 def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    """Held-out losses are those of the codec's own search, on a window that was not trained on."""
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, key_rounds=4)
     books = load_file(output)["keys.1.codebooks"][:, 0].float()
@@ -113,7 +110,6 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
 
 
 def test_calibration_is_repeatable(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    """Two runs with one seed write equal files, and another seed other codebooks."""
     files = []
     for seed in (0, 0, 1):
         calibrate(model, text, tmp_path / "books.safetensors", seed=seed)

@@ -1,7 +1,5 @@
 """Training of additive codes: the steps of expectation–maximization against plain arithmetic, and the encoder."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

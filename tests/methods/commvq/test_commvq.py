@@ -1,7 +1,5 @@
 """CommVQ: codebooks that commute with RoPE, exact search, stored bits, positions, and the codebook file."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """CommVQ's codebook file: what does not fit is refused by name. `tests/cache/test_saving.py` tests what files share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_files_that_do_not_fit(name: str) -> None:
-    """Refused when the cache is built, with the file's name and what is wrong."""
     change, message = DAMAGES[name]
     config = LlamaConfig(**CONTRACT_MODEL, name_or_path="org/tiny")
     path = damaged(change)

@@ -7,9 +7,7 @@ import pytest
 import torch
 from support.method_cases import make_codec
 
-from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.quantizers import polar_tree
-from kvcache_compress.config import load_config
 from kvcache_compress.methods.polarquant.codebooks import make_codebook, offline_codebook, online_codebook
 
 NAME = "polarquant_recursive"
@@ -47,9 +45,6 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# The tree
-
-
 @pytest.mark.parametrize(("dim", "levels"), [(32, 5), (64, 4), (80, 4), (96, 3), (112, 1)])
 def test_pairs_are_neighbours_in_blocks(dim: int, levels: int) -> None:
     """Level ℓ joins the norms of two neighbouring runs of 2^(ℓ-1) channels (Definition 1)."""
@@ -80,9 +75,6 @@ def test_codes_come_back(dim: int, bits: tuple[int, ...]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(polar_tree.unpack(tree, fields), codes, strict=True))
 
 
-# Angles
-
-
 @pytest.mark.parametrize(("bits", "shift"), [(1, 0.0), (1, 3.0), (2, 0.2), (4, -0.2), (4, 0.01)])
 def test_circle(bits: int, shift: float) -> None:
     """The code of an angle is the nearest one around the circle, for any rotation of the codebook."""
@@ -96,7 +88,6 @@ def test_circle(bits: int, shift: float) -> None:
 
 
 def test_quantizing_takes_the_nearest_angle() -> None:
-    """Quantizing by comparisons gives the same codes as by arc tangents."""
     y = gaussian(50, 64)
     books = tuple(offline_codebook(level, 3) for level in range(1, 7))
     codes, energy, cross = polar_tree.quantize(y, books)
@@ -120,9 +111,6 @@ def test_online_codebooks() -> None:
     assert away.abs().amin(0).max() < 0.01
     assert torch.equal(online_codebook(angles, 2, circular=True, seed=3).points, book.points)
     assert online_codebook(torch.tensor([0.3, 0.3, 0.4]), 3, circular=False, seed=0).points.isfinite().all()
-
-
-# Storage
 
 
 @pytest.mark.parametrize(
@@ -161,9 +149,6 @@ def test_8_bit_radii(scale: float) -> None:
     assert huge.isfinite().all()
 
 
-# Options
-
-
 @pytest.mark.parametrize(
     ("dim", "options", "message"),
     [
@@ -180,11 +165,3 @@ def test_errors(dim: int, options: dict[str, Any], message: str) -> None:
         make_codec(NAME, dim, **options)
     with pytest.raises(ValueError, match="center='on' "):
         make_codec(NAME, 64, "values", center="on")
-
-
-def test_presets() -> None:
-    for name, bits in (("3.1bit", 3.0625), ("3.4bit", 3.3125), ("paper-offline", 3.875), ("paper-plain", 3.875)):
-        config = load_config(f"polarquant-{name}")
-        for side in (config.keys, config.values):
-            assert 8 * bytes_per_token(side.codec().layout(side.options(), "values", 128)) / 128 == bits
-        assert config.quantize_generated is ("paper" not in name)

@@ -9,7 +9,6 @@ import torch
 from support.method_cases import make_codec
 from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
 
-from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.codecs.quantizers.polar_pairs import radii
 from kvcache_compress.modeling.rope import RopeLayout, rope_layout
 
@@ -103,7 +102,6 @@ def test_angles_wrap(bits: int) -> None:
 
 
 def test_later_radii() -> None:
-    """Scales per channel clamp radii beyond those of the prefill; scales per group follow them."""
     x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     channel, group = make_codec(NAME, 64, radius_scale="channel"), make_codec(NAME, 64)
     for codec in (channel, group):
@@ -131,7 +129,6 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pairs_are_the_models_own(name: str) -> None:
-    """Radii and angles are those of the pairs that the model's RoPE rotates: rotating changes only angles."""
     layout = rope_layout(LAYOUTS[name], 64)
     assert layout is not None
     x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -193,18 +190,6 @@ def test_refused(options: dict[str, Any]) -> None:
         make_codec(NAME, 64, "values")
     with pytest.raises(ValueError, match="head_dim=72 "):
         make_codec(NAME, 72)
-
-
-@pytest.mark.parametrize(("preset", "n"), [("polarquant-rope-paper-m4n4", 4), ("polarquant-rope-paper-m4n2", 2)])
-def test_paper_presets(preset: str, n: int) -> None:
-    """Paper presets: m4n4 scales per channel, m4n2 per group of 64, with 64 dense tokens; lower edges, values dense."""
-    config = load_config(preset)
-    options = config.keys.options()
-    assert (options.angle_bits, options.radius_bits, options.reconstruction) == (4, n, "edge")
-    assert options.radius_scale == ("channel" if n == 4 else "group")
-    assert config.values.method == "none"
-    assert (config.sink_tokens, config.recent_tokens) == (0, 128 if n == 4 else 64)
-    CompressedCache(LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2), config)
 
 
 def test_layouts_index_outside_of_inference_mode_too() -> None:

@@ -1,7 +1,5 @@
 """Spectral on models of other kinds, calibrated here: without RoPE, with learned sinks, with many heads per group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics of spectral keys from the first prompt: the tokens and queries that count, and when packing waits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -168,7 +166,6 @@ def test_padding_counts_nowhere(model: Any) -> None:
 
 
 def test_soft_caps_and_learned_logits_count() -> None:
-    """Both change what keys are paid, and with it the statistics."""
     plain = prompt()
     seen = plain.queries
     assert seen is not None
@@ -178,7 +175,6 @@ def test_soft_caps_and_learned_logits_count() -> None:
 
 
 def test_few_tokens_get_even_bits() -> None:
-    """With a token per row all channels get nearly the same bits, and with many they do not."""
 
     def spread(tokens: int) -> int:
         one = codec()
@@ -261,7 +257,6 @@ def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pyte
 
 
 def test_rope_of_unknown_kind_is_refused() -> None:
-    """Models whose RoPE cannot be found are refused, as their keys cannot be anchored."""
     config = family_cases.model("deepseek_v3").config
     with pytest.raises(ValueError, match="rotary position embeddings of an unknown kind"):
         CompressedCache(config, {"keys": "spectral", "values": "none"})

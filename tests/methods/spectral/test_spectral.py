@@ -1,7 +1,5 @@
 """Spectral keys: exact anchoring, invariance, bits where they count, statistics from a model, and the file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +172,6 @@ def test_distortions_are_those_of_the_digits() -> None:
 
 
 def test_mean_table_of_few_dimensions_is_exact() -> None:
-    """Factors of RANK columns give a table back whose rows span fewer dimensions."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(HEADS, GROUP, 5, generator=generator) @ torch.randn(HEADS, 5, DIM, generator=generator)
     places, means = mean_table(table)
@@ -224,7 +221,6 @@ def test_weights_leave_the_dense_tokens_out() -> None:
     ],
 )
 def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
-    """Files that lack a layer or hold NaN are refused by name."""
     config = small_config()
     tensors = {name: x.clone() for name, x in random_statistics(config).items()}
     change(tensors)

@@ -22,9 +22,6 @@ def error(codec: Any, x: torch.Tensor) -> float:
     return ((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum()).item()
 
 
-# Centring
-
-
 @pytest.mark.parametrize("bits", [3, 2])
 def test_centring(bits: float) -> None:
     """If the mean holds nine tenths of the energy, centring reduces the error to a tenth or less."""
@@ -40,9 +37,6 @@ def test_auto_centring_is_per_head() -> None:
     codec.prepare(x)
     assert codec.mean[0].norm() > 1
     assert torch.equal(codec.mean[1], torch.zeros(64))
-
-
-# Channel sets
 
 
 @pytest.mark.parametrize(
@@ -62,7 +56,6 @@ def test_channel_sets(bits: float, dim: int, fraction: float, expected: tuple[tu
 
 
 def test_outliers_get_the_bit_more() -> None:
-    """The channels with the largest RMS of each head get the extra bit."""
     x = torch.randn(1, 2, 400, 64, generator=torch.Generator().manual_seed(6))
     loud = torch.tensor([[3, 9, 17, 20, 33, 40, 41, 63], [0, 1, 2, 3, 4, 5, 6, 7]])
     for head in range(2):
@@ -78,9 +71,6 @@ def test_outliers_get_the_bit_more() -> None:
     )
     rows = codec.basis
     torch.testing.assert_close(rows @ rows.mT, torch.eye(64).expand(2, -1, -1), atol=1e-5, rtol=0)
-
-
-# Storage
 
 
 @pytest.mark.parametrize(
@@ -103,9 +93,6 @@ def test_bits_per_number(dim: int, options: dict[str, Any], bits: float) -> None
     x = torch.randn(2, 1, 24, dim)
     codec.prepare(x)
     assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == pytest.approx(bits)
-
-
-# Seeds
 
 
 def test_seeds() -> None:

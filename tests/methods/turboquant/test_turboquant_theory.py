@@ -49,9 +49,6 @@ def pair(dim: int, cosine: float, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return y, x
 
 
-# Distortion
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("bits", PAPER_MSE)
 def test_mse(dim: int, bits: int) -> None:
@@ -77,11 +74,7 @@ def test_prod_inner_product_error(bits: int, dim: int) -> None:
     assert 4.0**-bits <= found <= math.sqrt(3) * math.pi**2 * 4.0**-bits
 
 
-# Bias
-
-
 def test_defaults_per_side() -> None:
-    """`match` for keys, `unbiased` for values, `norm` for prod."""
     x = unit_vectors(50, 64)
     for side, scalar in (("keys", "match"), ("values", "unbiased")):
         default = make_codec("turboquant", 64, side, bits=2)
@@ -113,9 +106,6 @@ def test_inner_product_error(kind: tuple[str, str], bits: int) -> None:
     assert errors.std().item() == pytest.approx(deviation, rel=0.06)
     noise = 4 * errors.mean(1).std().item() / math.sqrt(40)
     assert errors.mean().item() == pytest.approx(bias, abs=noise + 0.0005)
-
-
-# The stored scalar
 
 
 def test_scalars() -> None:

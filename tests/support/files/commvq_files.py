@@ -1,7 +1,5 @@
 """Codebook files for tests: random codebooks of any shape, and an encoder whose random weights lose nothing."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saved caches for tests, changed copies of their files, and outcomes of bad inputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

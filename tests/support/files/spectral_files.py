@@ -1,7 +1,5 @@
 """Spectral in tests: files of random statistics for the small models, and a loss."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention calls of every kind, for the tests of the kernels and of the C++ code, and plain attention beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from kvcache_compress.storage.eras import Era, runs
 from kvcache_compress.storage.view import AttentionPath, View
 from support.files.commvq_files import codebook_file
 from support.files.spectral_files import statistics_file
+from support.kernels.segment_makers import make_side
 from support.method_cases import declared
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -275,7 +274,7 @@ def attended(views: tuple[View, View], call: AttentionCall, path: AttentionPath 
     return views[0].attend(call, views[1], path)
 
 
-def segments(case: Case, make_side: Callable[..., View]) -> tuple[View, View]:
+def segments(case: Case) -> tuple[View, View]:
     common = {"batch": case.batch, "sinks": case.sinks, "tail": case.tail, "dtype": case.dtype}
     keys = make_side(*case.keys, "keys", case.head_dim, case.packed, **common)
     for outlier, start in enumerate(case.eras):

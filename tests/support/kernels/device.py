@@ -4,8 +4,6 @@ Without it Triton's interpreter runs them; `cuda` compiles them for a GPU, and `
 such a GPU in an emulator, which also checks every access to memory.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Vectors and codecs for tests of encoders in Triton and C++, and assertions that fields are equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Fake devices: tensors that report to be on one, compute on the CPU, and cannot be mixed between devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's interpreter with a quicker start of device functions, and with sums as on devices."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

@@ -4,8 +4,6 @@ Arguments: the model's folder, a file for the results of rank 0, a CommVQ file f
 file of spectral statistics.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -58,7 +56,6 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
 
 
 def main(folder: str, results: str, codebooks: str, encoder: str, statistics: str) -> None:
-    torch.set_num_threads(1)
     sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     found: dict[str, Any] = {}
     for name, fused, config in cases(codebooks, statistics):

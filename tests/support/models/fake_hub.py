@@ -1,7 +1,5 @@
 """An imitation of the Hugging Face hub, for code that would reach for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

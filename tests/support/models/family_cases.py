@@ -5,8 +5,6 @@ run in `family_sweep.py`. `outcome` runs each pair once per process; `tests/mode
 outcomes, and `benchmarks/support_table.py` writes them to `docs/reference/support.md`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Run any family of decoders of Transformers, shrunk, with compressed caches: `verdict` says what came of it."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Process groups of one process, to stand in for a rank among many."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

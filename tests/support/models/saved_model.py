@@ -1,7 +1,5 @@
 """The small model as a folder that `load_model` reads, with a tokenizer of one token per character."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Sizes are recognized by their names in the config and its sub-configs; `EXCEPTIONS` has what names do not tell.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -84,7 +82,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], **_ROUTED}},
     "deepseek_v2": _ROUTED,
-    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, **_GLOBAL}},
     "dory": {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],

@@ -1,7 +1,5 @@
 """Llama model so small that thousands of tokens take seconds, and one configuration per method for it."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

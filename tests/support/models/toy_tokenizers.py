@@ -1,13 +1,15 @@
 """Tokenizers of a few lines, and a stand-in for a cache run with fixed results."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 START = 1
 
@@ -55,6 +57,13 @@ class Words(Characters):
     def decode(self, ids: Any, **_: Any) -> str:
         words = list(self.known)
         return "".join(words[token] for token in torch.as_tensor(ids).tolist() if token)
+
+
+def word_tokenizer(words: Sequence[str], **special: str) -> PreTrainedTokenizerFast:
+    """Tokenizer of Transformers with one token per word, numbered in this order; `special` names its special tokens."""
+    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, special.get("unk_token")))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 class GivenRun:

@@ -1,7 +1,5 @@
 """Counts of a launch: instructions by class, global-memory sectors, shared-memory wavefronts."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

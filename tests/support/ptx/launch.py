@@ -1,7 +1,5 @@
 """Stand in for a GPU: Triton compiles for it, and what it would launch there runs in the emulator."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Read the PTX of one kernel: its parameters, registers and blocks of instructions, each with its line in Triton."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

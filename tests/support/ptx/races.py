@@ -3,8 +3,6 @@
 Threads of a warp are ordered by `bar.warp.sync`, warps of a program by barriers, and programs of a grid by nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

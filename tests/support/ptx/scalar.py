@@ -4,8 +4,6 @@ Semantics as in NVIDIA's PTX ISA. Registers hold unsigned integers, one per thre
 Approximate instructions (`ex2`, `div.full`) are exact here, so their last bits differ from a GPU's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turn a program into functions: one per instruction, which read and write the registers of all threads."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable

@@ -1,8 +1,5 @@
 """The attention kernel and its merge against plain attention over decoded tokens."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,31 +16,29 @@ from support.kernels.attention_cases import (
     plain_attention,
     segments,
 )
+from support.kernels.segment_makers import make_side
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.eras import Era
 from kvcache_compress.storage.shared.slots import Slots
-from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_equals_plain_attention(
-    name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_equals_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter on the portable path; `test_compiled.py` and `make emulate` take the fast path's assembly."""
     case = CASES[name]
     if case.block:
         monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, case.warps, 2))
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
     torch.manual_seed(len(name))
-    check_attention(launch.attend, case, *segments(case, make_side))
+    check_attention(launch.attend, case, *segments(case))
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
-def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable[..., View]) -> None:
+def test_queries_of_any_range_fit_16_bit_operands(scale: float) -> None:
     case = Case(dtype=BF16)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     query = (torch.randn(2, 6, 1, 64) * scale).to(BF16)
     out = launch.attend(AttentionCall.of(query, scaling=0.125 / scale), keys, values)
     unscaled = launch.attend(AttentionCall.of((query / scale).to(BF16), scaling=0.125), keys, values)
@@ -51,23 +46,23 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
     assert error(out, unscaled) <= 1e-2
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
-    check_hidden_rows(launch.attend, *segments(Case(), make_side))
+def test_rows_without_visible_tokens_are_zero() -> None:
+    check_hidden_rows(launch.attend, *segments(Case()))
 
 
 @pytest.mark.parametrize("eras", [(), (32, 48)])
-def test_fewer_tokens_than_stored(eras: tuple[int, ...], make_side: Callable[..., View]) -> None:
+def test_fewer_tokens_than_stored(eras: tuple[int, ...]) -> None:
     """A view of an earlier step sees only its own tokens, even after more were appended."""
-    keys, values = segments(Case(eras=eras), make_side)
+    keys, values = segments(Case(eras=eras))
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
     out = launch.attend(AttentionCall.of(query, scaling=0.125), *before)
     assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
 
 
-def test_what_eras_share_follows_them(make_side: Callable[..., View]) -> None:
+def test_what_eras_share_follows_them() -> None:
     """Copies share their newest era, but attend with their own older ones; those keep no operands."""
-    keys, values = segments(Case(packed=96, eras=(32,)), make_side)
+    keys, values = segments(Case(packed=96, eras=(32,)))
     other, query = make_side(*Case().keys, "keys", 64, 96, outlier=5).codec, torch.randn(2, 6, 1, 64)
     twin = replace(keys, eras=(Era(0, other), keys.eras[1]))
     for view in (keys, twin, keys):
@@ -79,9 +74,9 @@ def test_what_eras_share_follows_them(make_side: Callable[..., View]) -> None:
     assert keys.codec.constant_bytes() < held
 
 
-def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[..., View]) -> None:
+def test_all_programs_share_the_tokens_of_a_fixed_capacity() -> None:
     """Splits follow the number of packed tokens in memory: half full, each of five has one of five tiles."""
-    keys, values = segments(Case(packed=160), make_side)
+    keys, values = segments(Case(packed=160))
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens
     slots = Slots(sinks, 160, tail, sinks + 160 + tail, torch.tensor(sinks + 80 + tail), torch.tensor(80))
     keys, values = (replace(side, slots=slots) for side in (keys, values))

@@ -1,7 +1,5 @@
 """A model that generates through the kernels, in the interpreter, against the torch backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

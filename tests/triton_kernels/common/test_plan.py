@@ -1,7 +1,5 @@
 """Launches that are repeated without Triton inspecting their arguments; the emulator shows what they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +13,7 @@ import triton
 from support.files.spectral_files import statistics_file
 from support.kernels.attention_cases import BARS, BF16, Case, attended, error, segments, tq
 from support.kernels.device import EMULATED
+from support.kernels.segment_makers import make_side
 from support.models.small_model import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,9 +85,9 @@ def repeats(emulator: Any, sides: Any, count: int = 1, mask: Any = None, s_aux: 
 
 
 @emulated
-def test_steps_of_one_kind_repeat_the_first(emulator: Any, make_side: Callable[..., Any]) -> None:
+def test_steps_of_one_kind_repeat_the_first(emulator: Any) -> None:
     """Tails, memory and numbers of packed tokens may change; other splits, or a tile filled in part, are new kinds."""
-    sides = segments(CASE, make_side)
+    sides = segments(CASE)
     assert [repeats(emulator, sides) for _ in range(2)] == [False, True]
     for tokens, capacity in ((9, 40), (16, 64), (1, 1)):  # Triton would mark 16 as a multiple, and make 1 a constant
         tails = torch.randn(2, 2, 2, capacity, 64).to(BF16)
@@ -99,15 +98,15 @@ def test_steps_of_one_kind_repeat_the_first(emulator: Any, make_side: Callable[.
     assert repeats(emulator, sides)
     for packed, known in ((128, False), (192, True), (160, False), (150, True), (256, False)):
         assert repeats(emulator, [replace(side, packed=packed) for side in sides]) == known
-    assert not repeats(emulator, segments(CASE, make_side)), "layers do not share launches"
+    assert not repeats(emulator, segments(CASE)), "layers do not share launches"
     splits = {one.grid[0] for one in emulator.launches if one.name == "attend_kernel"}
     merges = {id(one.program) for one in emulator.launches if one.name == "merge_kernel"}
     assert (len(splits), len(merges)) == (3, 1), "a cache that grows to more splits would compile while it generates"
 
 
 @emulated
-def test_steps_with_masks_repeat_those_of_the_same_kind(emulator: Any, make_side: Callable[..., Any]) -> None:
-    sides = [replace(side, packed=160) for side in segments(CASE, make_side)]
+def test_steps_with_masks_repeat_those_of_the_same_kind(emulator: Any) -> None:
+    sides = [replace(side, packed=160) for side in segments(CASE)]
     masks, s_aux = torch.rand(2, 1, 2, 512) > 0.3, torch.randn(6)
 
     def masked(first: int) -> bool:
@@ -127,8 +126,8 @@ def test_steps_with_masks_repeat_those_of_the_same_kind(emulator: Any, make_side
 
 
 @emulated
-def test_steps_over_eras_repeat_until_a_new_one(emulator: Any, make_side: Callable[..., Any]) -> None:
-    keys, values = segments(replace(CASE, eras=(64, 256)), make_side)
+def test_steps_over_eras_repeat_until_a_new_one(emulator: Any) -> None:
+    keys, values = segments(replace(CASE, eras=(64, 256)))
     assert [repeats(emulator, (keys, values)) for _ in range(2)] == [False, True]
     newer = replace(keys, eras=(*keys.eras, Era(384, make_side(*CASE.keys, "keys", 64, 64).codec)))
     assert [repeats(emulator, (view, values)) for view in (newer, newer, keys, keys)] == [False, True, False, True]
@@ -137,7 +136,7 @@ def test_steps_over_eras_repeat_until_a_new_one(emulator: Any, make_side: Callab
 
 
 @emulated
-def test_numbers_of_64_bits_take_another_kernel(emulator: Any, make_side: Callable[..., Any]) -> None:
+def test_numbers_of_64_bits_take_another_kernel(emulator: Any) -> None:
     """The kernel for 32 bits would truncate them, so Triton launches each of them."""
     codec, x = make_side(*tq(4), "keys", 64, 64).codec, torch.randn(1, 2, 64, 64).to(BF16)
     wide = x.as_strided(x.shape, (2**31, *x.stride()[1:]))

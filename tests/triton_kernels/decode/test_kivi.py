@@ -1,19 +1,15 @@
 """Scales of KIVI's values times weights, in float16."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
+from support.kernels.segment_makers import make_codec
 
-from kvcache_compress.codecs.base import Codec
 from kvcache_compress.storage.checks import LONGEST
 from kvcache_compress.triton_kernels.decode import kivi
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_no_weight_is_too_large_for_float16(bits: int, make_codec: Callable[..., Codec]) -> None:
+def test_no_weight_is_too_large_for_float16(bits: int) -> None:
     longest = torch.zeros(1, 1, 1, 64)
     longest[..., :2] = torch.tensor([LONGEST, -LONGEST]) / 2**0.5
     codec = make_codec("kivi", {"bits": bits, "group_size": 32}, "values", 64)

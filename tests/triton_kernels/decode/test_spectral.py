@@ -1,8 +1,5 @@
 """Attention with spectral keys in Triton: rotary pairs, ranges, static slots and statistics."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +16,17 @@ from support.kernels.attention_cases import (
     spectral,
     tq,
 )
+from support.kernels.segment_makers import make_side
 from support.method_cases import neighbour_layout
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.shared.slots import Slots
-from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 
 @pytest.mark.parametrize("rotary", [4, 20])
-def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., View]) -> None:
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int) -> None:
     torch.manual_seed(rotary)
     layout = neighbour_layout(64, rotary)
     case = Case(spectral(2), tq(2), packed=96, split=(96, 1))
@@ -38,11 +35,11 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
 
 
 @pytest.mark.parametrize("scales", [(2.0**-10,), (2.0**10,), (2.0**10, 2.0**4), (2.0**-15, 2.0**-10)])
-def test_keys_of_any_range_fit_16_bit_operands(scales: tuple[float, ...], make_side: Callable[..., View]) -> None:
+def test_keys_of_any_range_fit_16_bit_operands(scales: tuple[float, ...]) -> None:
     """Bases, and means a hundred times as long as the rest of the keys, in units in which float16 overflows."""
     case = Case(spectral(3), tq(3), packed=96, eras=(32,)[: len(scales) - 1], split=(96, 1), dtype=F16)
     torch.manual_seed(0)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     for scale, era in zip(scales, keys.eras, strict=True):
         codec: Any = era.codec
         codec.lengths = scale * codec.lengths
@@ -53,11 +50,11 @@ def test_keys_of_any_range_fit_16_bit_operands(scales: tuple[float, ...], make_s
     assert error(out, reference.attend(AttentionCall.of(query.float(), **call), keys, values)) <= 2 * BARS[F16]
 
 
-def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..., View]) -> None:
+def test_static_slots_beyond_the_packed_ones_are_not_read() -> None:
     """Only groups that a static layer's counter names are read; codes and anchors of others are poison here."""
     torch.manual_seed(0)
     case = Case(spectral(2), tq(2), groups=4, packed=160)
-    keys, values = segments(case, make_side)
+    keys, values = segments(case)
     assert keys.track is not None
     keys.track.buffer[:, 3:] = torch.nan
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens

@@ -1,9 +1,6 @@
 """The encode kernels against their torch twins: codes to the bit, stored scalars to one unit in the last place."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -12,11 +9,11 @@ import triton
 import triton.language as tl
 from support.kernels.device import DEVICE
 from support.kernels.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
+from support.kernels.segment_makers import make_codec
 from support.method_cases import half_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.layout import PLANES, padded_words
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.scalar import Scalar
@@ -42,7 +39,7 @@ KINDS = get_args(Scalar)
         (256, 4, "norm", "uniform"),
     ],
 )
-def test_turboquant_codes(head_dim: int, bits: int, kind: Scalar, order: str, make_codec: Callable[..., Codec]) -> None:
+def test_turboquant_codes(head_dim: int, bits: int, kind: Scalar, order: str) -> None:
     codec = make_codec("turboquant", {"bits": bits, "codebook": order, "scalar": kind}, "values", head_dim)
     x = torch.randn(2, 2, 9, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(head_dim))
     x[0, 0, 1] *= 1e5
@@ -94,7 +91,7 @@ def test_trellis_codes_of_equal_paths(bits: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trellis_scalars(kind: Scalar, make_codec: Callable[..., Codec]) -> None:
+def test_trellis_scalars(kind: Scalar) -> None:
     codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis", "scalar": kind}, "values", 24)
     x = torch.randn(1, 2, 9, 24, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     x[0, 0, 1] *= 1e5
@@ -102,7 +99,7 @@ def test_trellis_scalars(kind: Scalar, make_codec: Callable[..., Codec]) -> None
     assert_equal_but_for_ties(codec, BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
-def test_torch_encodes_wide_trellis_codes(make_codec: Callable[..., Codec]) -> None:
+def test_torch_encodes_wide_trellis_codes() -> None:
     codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis"}, "values", 160)
     assert codec.kernel_encoder is None
     x = torch.randn(1, 2, 3, 160, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
@@ -112,9 +109,7 @@ def test_torch_encodes_wide_trellis_codes(make_codec: Callable[..., Codec]) -> N
 @pytest.mark.parametrize(
     ("method", "options", "side", "head_dim"), [(*case, (64, 96)[i // 2 % 2]) for i, case in enumerate(SIDES)]
 )
-def test_codecs_encode_alike_on_both_backends(
-    method: str, options: dict[str, Any], side: Any, head_dim: int, make_codec: Callable[..., Codec]
-) -> None:
+def test_codecs_encode_alike_on_both_backends(method: str, options: dict[str, Any], side: Any, head_dim: int) -> None:
     codec = make_codec(method, options, side, head_dim)
     x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     x[0, 1, 5] = 0.0
@@ -130,7 +125,7 @@ def test_codecs_encode_alike_on_both_backends(
 
 
 @pytest.mark.parametrize(("head_dim", "bits"), [(32, 2), (64, 3), (128, 4), (32, 5), (64, 6)])
-def test_angles_on_boundaries(head_dim: int, bits: int, make_codec: Callable[..., Codec]) -> None:
+def test_angles_on_boundaries(head_dim: int, bits: int) -> None:
     """Axes and diagonals, with zeros of either sign, belong to the cell above."""
     codec = make_codec("polarquant_rope", {"angle_bits": bits, "center": "off", "group_size": 32}, "keys", head_dim)
     signs = torch.tensor([0.0, -0.0, 1.0, -1.0])
@@ -147,7 +142,7 @@ def test_angles_on_boundaries(head_dim: int, bits: int, make_codec: Callable[...
 
 
 @pytest.mark.parametrize("scalar", ["none", "match"])
-def test_pairs_that_take_several_turns(scalar: str, make_codec: Callable[..., Codec]) -> None:
+def test_pairs_that_take_several_turns(scalar: str) -> None:
     codec = make_codec("polarquant_rope", {"group_size": 128, "scalar": scalar, "center": "on"}, "keys", 160)
     x = 3 + torch.randn(1, 2, 256, 160)
     codec.prepare(x)

@@ -1,7 +1,5 @@
 """The flush kernel encodes, checks and moves the tokens of a tail as PyTorch's operators do."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, Literal
 

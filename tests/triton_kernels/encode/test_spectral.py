@@ -1,7 +1,5 @@
 """Spectral's encode kernel against torch: sizes, RoPE of every kind, statistics of a prompt, and keys of any range."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from support.files.spectral_files import statistics_file
 from support.kernels.device import DEVICE
 from support.kernels.encode_cases import assert_equal_but_for_ties
+from support.kernels.segment_makers import make_codec
 from support.method_cases import half_layout, neighbour_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
@@ -36,7 +35,7 @@ def check(codec: Codec, x: torch.Tensor, rope: Rope | None) -> None:
     ("head_dim", "bits", "group"),
     [(16, 4, 32), (24, 2, 32), (64, 0.5, 32), (64, 6, 64), (80, 1.2, 32), (128, 2, 128), (256, 3, 32)],
 )
-def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None:
+def test_sizes(head_dim: int, bits: float, group: int) -> None:
     codec = make_codec("spectral", {"bits": bits, "statistics": statistics_file(head_dim, group)}, "keys", head_dim)
     torch.manual_seed(head_dim)
     x = torch.randn(2, 2, group, head_dim).bfloat16()
@@ -44,7 +43,7 @@ def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None
 
 
 @pytest.mark.parametrize("rotary", [4, 20])
-def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_codec: Make) -> None:
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int) -> None:
     layout = neighbour_layout(64, rotary)
     codec = make_codec("spectral", {"bits": 2, "statistics": statistics_file(64)}, "keys", 64, layout=layout)
     torch.manual_seed(rotary)
@@ -52,7 +51,7 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_codec: Make)
     check(codec, torch.randn(2, 2, 64, 64), (1.3 * cos, 1.3 * sin))  # YaRN's factors are longer than 1
 
 
-def test_without_rope(make_codec: Make) -> None:
+def test_without_rope() -> None:
     codec: Any = make_codec("spectral", TEXT, "keys", 64)
     codec.context = replace(codec.context, rope=None)
     torch.manual_seed(0)
@@ -62,7 +61,7 @@ def test_without_rope(make_codec: Make) -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0])
-def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> None:
+def test_statistics_of_a_prompt_in_any_range(scale: float) -> None:
     """Channels of ranges from 1 to 300, one with a mean fifty times its deviation; new statistics make new tables.
 
     Larger keys could not be packed.
@@ -78,7 +77,7 @@ def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> 
         check(codec, x[:, :, :64], rope)
 
 
-def test_zeros_and_outliers(make_codec: Make) -> None:
+def test_zeros_and_outliers() -> None:
     """A key whose channels are all zero, and one that is a thousand times as long as usual, are coded as in torch."""
     codec = make_codec("spectral", {**TEXT, "bits": 2}, "keys", 64)
     torch.manual_seed(0)

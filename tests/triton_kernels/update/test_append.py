@@ -1,7 +1,5 @@
 """The append kernel: new keys and values into the tails in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +35,6 @@ def with_tails(tails: Sequence[TailBuffer]) -> DynamicStorage:
     ],
 )
 def test_equals_copies(count: int, dims: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
-    """The kernel copies the new tokens and leaves everything around them unchanged."""
     given = []
     for dim in dims:
         x = torch.randn(2, count, 3, dim).to(dtype).transpose(1, 2)

@@ -1,7 +1,5 @@
 """Steps of a static layer: Triton's kernels against PyTorch's operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.small_model import method_config, small_model
+from support.models.small_model import method_config
 from transformers import LlamaForCausalLM
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
@@ -49,11 +49,6 @@ def write(folder: Path, tasks: dict[str, list[str]]) -> dict[str, Any]:
     prompts = folder / "dataset2prompt.json"
     prompts.write_text(json.dumps(dict.fromkeys(tasks, "{context}{input}ba")))
     return {"data": str(folder), "prompts": prompts, "tasks": tuple(tasks), **OPTIONS}
-
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model()
 
 
 def test_samples_take_the_limit_of_each_task(model: LlamaForCausalLM, tmp_path: Path) -> None:
