@@ -61,7 +61,8 @@ def one_era(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcache_compress.methods.spectral import prefill
     from kvcache_compress.storage import side
 
-    monkeypatch.setattr(prefill, "LEAST_TOKENS", 0)
+    for name in ("LEAST_TOKENS", "LEAST_IN_STEPS"):
+        monkeypatch.setattr(prefill, name, 0)
     monkeypatch.setattr(side, "renewed", lambda codec, prompt: None)
 
 

@@ -40,8 +40,8 @@ def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: i
         lengths = [cache.get_seq_length(index) for index in range(LAYERS)]
         steps.append((positions.tolist(), shown, lengths, cache.get_mask_sizes(positions.shape[1], 0)))
 
-    model.model.layers[0].register_forward_pre_hook(record, with_kwargs=True)
-    return model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False), steps
+    with model.model.layers[0].register_forward_pre_hook(record, with_kwargs=True):
+        return model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False), steps
 
 
 def test_2000_tokens(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None:
@@ -86,8 +86,7 @@ _TRACED = (FakeTensor, FunctionalTensor)
 def live_bytes() -> int:
     """Bytes of all tensors in the process, memory that several share counted once."""
     gc.collect()
-    # `type(x)`, since a lazy object may import its module when asked for its class. What a compiler leaves of the tests
-    # before has no memory.
+    # `type(x)`, since a lazy object may import its module when asked for its class. Traced ones have no memory.
     kinds = ((x, type(x)) for x in gc.get_objects())
     tensors = [x for x, kind in kinds if issubclass(kind, torch.Tensor) and not issubclass(kind, _TRACED)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
