@@ -27,7 +27,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.attention.interface import AttentionName, attention_forward
+from kvcache_compress.attention.interface import attention_forward, fused_name
 from kvcache_compress.bench.layers import SHAPES, single_layer, use_backend
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.storage.checks import PackableChecks
@@ -88,7 +88,7 @@ def main(
     torch.set_num_threads(1)
     shape = SHAPES["llama-3.1-8b"]
     config, chosen = single_layer(preset, shape)
-    config._attn_implementation = AttentionName("sdpa")
+    config._attn_implementation = fused_name("sdpa")
     cache = CompressedCache(config, chosen.changed(max_cache_len=max_cache_len))
     module: Any = SimpleNamespace(config=config, is_causal=True)
     count = chosen.sink_tokens + tokens + chosen.recent_tokens

@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.attention.interface import AttentionName, attention_forward
+from kvcache_compress.attention.interface import attention_forward, fused_name
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import VARIANTS, Shape, single_layer, use_backend
 from kvcache_compress.codecs.mask import AttentionCall
@@ -183,7 +183,7 @@ def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
     case = CASES[name]
     model, config = single_layer(case.config or name, Shape(8, 2, case.head_dim))
     config = config.changed(**WINDOWS)
-    model._attn_implementation = AttentionName("sdpa")  # so that the cache hands over views
+    model._attn_implementation = fused_name("sdpa")  # so that the cache hands over views
     module: Any = SimpleNamespace(config=model, is_causal=True, num_key_value_groups=4)
 
     def random(heads: int, tokens: int) -> torch.Tensor:

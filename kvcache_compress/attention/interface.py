@@ -27,7 +27,7 @@ from .position_hooks import register_fused_hooks, remove_fused_hooks
 
 logger = logging.getLogger(__name__)
 ATTENTION_NAME = "kvcache_compress"
-"""Name of the registered attention. While a decoder's config has this name, `update()` returns views."""
+"""Start of the registered attention's names. While a decoder's config has one, `update()` returns views."""
 DECODE = "decode"
 """Path name that `record_paths` reports when a layer is decoded whole."""
 _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
@@ -41,22 +41,21 @@ _WARNED: set[str] = set()
 """Unsupported options that were already warned about."""
 
 
-class AttentionName(str):
-    """The registered name, which keeps the name of the replaced attention even when a config is copied."""
+def fused_name(previous: str) -> str:
+    """Name of the registered attention in place of the attention `previous`, which copies of a config keep with it.
 
-    previous: str
+    A plain string, because PyTorch before 2.13 compiles no other. Its case is swapped and it has no slash, so that
+    Transformers takes it neither for a flash attention nor for a kernel from the hub.
+    """
+    return f"{ATTENTION_NAME}_{previous.swapcase().replace('/', '|')}"
 
-    def __new__(cls, previous: str) -> AttentionName:
-        name = super().__new__(cls, ATTENTION_NAME)
-        name.previous = previous
-        return name
 
-    def __getnewargs__(self) -> tuple[str]:
-        return (self.previous,)
+def is_fused(name: str | None) -> bool:
+    return name is not None and name.startswith(ATTENTION_NAME)
 
 
 def _previous_name(config: PreTrainedConfig) -> str:
-    return getattr(config._attn_implementation, "previous", "sdpa")
+    return config._attn_implementation.removeprefix(f"{ATTENTION_NAME}_").replace("|", "/").swapcase()
 
 
 def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
@@ -208,15 +207,16 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
     """
     inner = compressible(model)
     decoder = _decoder_config(inner)
-    if decoder._attn_implementation != ATTENTION_NAME:
+    if not is_fused(decoder._attn_implementation):
         if not inner._can_set_attn_implementation():
             raise ValueError(
                 f"{type(inner).__name__} does not use Transformers' attention interface, so fused attention is "
                 "impossible. Compressed caches work without it, only slower"
             )
-        AttentionInterface.register(ATTENTION_NAME, attention_forward)
-        AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
-        _switch(inner, decoder, AttentionName(decoder._attn_implementation))
+        name = fused_name(decoder._attn_implementation)
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, attention_mask)
+        _switch(inner, decoder, name)
     register_fused_hooks(inner)
 
 
@@ -224,13 +224,13 @@ def disable_fused_attention(model: torch.nn.Module) -> None:
     """Restore the previous attention of `model`, or of the model that PEFT wraps."""
     inner = unwrapped(model)
     decoder = _decoder_config(inner)
-    if decoder._attn_implementation == ATTENTION_NAME:
+    if is_fused(decoder._attn_implementation):
         _switch(inner, decoder, _previous_name(decoder))
         remove_fused_hooks(inner)
 
 
 def attends_fused(model: PreTrainedModel) -> bool:
-    return bool(_decoder_config(model)._attn_implementation == ATTENTION_NAME)
+    return is_fused(_decoder_config(model)._attn_implementation)
 
 
 def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -241,4 +241,4 @@ def _switch(model: PreTrainedModel, decoder: PreTrainedConfig, name: str) -> Non
     part = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is decoder), None)
     model.set_attn_implementation(name if part is None else {part: name})
     if decoder._attn_implementation != name:
-        raise ValueError(f"{type(model).__name__}: the attention of its decoder could not be switched to {str(name)!r}")
+        raise ValueError(f"{type(model).__name__}: the attention of its decoder could not be switched to {name!r}")

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_compress.attention import compile_ops as ops
-from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.interface import is_fused
 from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import CodecContext, Side
 from kvcache_compress.codecs.mask import AttentionCall
@@ -169,9 +169,9 @@ class CompressedLayer(CacheLayerMixin):
     def fused(self) -> bool:
         config = self.decoder_config
         if torch.compiler.is_compiling():
-            return bool(config._attn_implementation == ATTENTION_NAME)
+            return is_fused(config._attn_implementation)
         # Bypass the config's own attribute lookup, which takes 3 us in every layer and step.
-        return bool(object.__getattribute__(config, "_attn_implementation_internal") == ATTENTION_NAME)
+        return is_fused(object.__getattribute__(config, "_attn_implementation_internal"))
 
     @property
     def awaits_queries(self) -> bool:

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
+from kvcache_compress.attention.interface import ATTENTION_NAME, attends_fused, attention_forward
 from kvcache_compress.modeling.decoder import cache_argument
 
 TURBOQUANT = method_config("turboquant")
@@ -58,7 +58,7 @@ def test_enable_and_disable(attention: str, prompt: torch.Tensor) -> None:
     expected = generate(model, prompt)
     enable_fused_attention(model)
     enable_fused_attention(model)
-    assert model.config._attn_implementation == ATTENTION_NAME
+    assert attends_fused(model)
     cache = CompressedCache(model.config, TURBOQUANT)
     fused = generate(model, prompt, **with_cache(cache))
     assert cache.packed_tokens > 0
@@ -79,7 +79,7 @@ def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tenso
     enable_fused_attention(model)
     twin = copy.deepcopy(model)
     disable_fused_attention(model)
-    assert twin.config._attn_implementation == ATTENTION_NAME
+    assert attends_fused(twin)
     assert torch.equal(generate(twin, prompt), expected)
     cache = CompressedCache(twin.config, TURBOQUANT)
     generate(twin, prompt, **with_cache(cache))

@@ -129,4 +129,4 @@ def test_packed_sequences_of_flash_attention(
     assert seen[-1] is LENGTHS
     assert "the option cu_seq_lens_q" in caplog.text
     assert stepped(model, ids, sliding_window=1024)[1] == {"decode"}
-    assert model.config._attn_implementation == interface.ATTENTION_NAME
+    assert interface.attends_fused(model)

@@ -7,7 +7,7 @@ import torch
 from support.models.small_model import VOCAB, small_model
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.bench.steps import measure_steps
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
@@ -45,7 +45,7 @@ def test_every_cache_gets_the_prompt_and_all_steps() -> None:
     # Each is warmed up, then each takes the prompt twice, and the steps.
     assert [cache.get_seq_length() for cache in made] == [120] * 4 + [123] * 2
     assert made[-1].packed_tokens > 0
-    assert model.config._attn_implementation != ATTENTION_NAME
+    assert not attends_fused(model)
 
 
 def test_a_cache_that_fails_says_why() -> None:

@@ -14,7 +14,7 @@ from support.models.small_model import method_config, small_model
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.modeling.loading import load_model
 
 TURBOQUANT, KIVI = method_config("turboquant"), method_config("kivi")
@@ -31,7 +31,7 @@ def generate(model: LlamaForCausalLM, prompt: torch.Tensor, **how: Any) -> torch
 
 
 def untouched(model: LlamaForCausalLM) -> bool:
-    fused = model.config._attn_implementation == ATTENTION_NAME
+    fused = attends_fused(model)
     return "generate" not in vars(model) and not fused and not has_hooks(model)
 
 
@@ -147,8 +147,8 @@ def test_who_compresses(model: LlamaForCausalLM, prompt: torch.Tensor, name: str
         assert [one for one, handle in handles.items() if handle.cache is not None] == [active] * (active != "-"), step
         if active != "-":
             assert handles[active].last_cache.packed_tokens > 0
-            assert (model.config._attn_implementation == ATTENTION_NAME) == how[active][1]
-    assert (model.config._attn_implementation == ATTENTION_NAME) == was_fused
+            assert attends_fused(model) == how[active][1]
+    assert attends_fused(model) == was_fused
     disable_fused_attention(model)
     assert untouched(model)
 

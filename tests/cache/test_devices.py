@@ -30,7 +30,7 @@ from kvcache_compress import (
     enable_fused_attention,
     load_config,
 )
-from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.interface import fused_name
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.checks import PackableChecks
@@ -49,7 +49,7 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_cache(name: str, fused: bool, **changes: Any) -> CompressedCache:
     config = small_config(LAYERS)
     if fused:
-        config._attn_implementation = ATTENTION_NAME
+        config._attn_implementation = fused_name("sdpa")
     return CompressedCache(config, {**method_config(name, LAYERS), "backend": "torch", **changes})
 
 

@@ -12,7 +12,7 @@ from support.models.small_model import METHODS, SINKS, method_config
 from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache, load_config
-from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.interface import fused_name
 from kvcache_compress.cache.estimate import cache_bytes, rope_bytes
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.validation import size_text
@@ -156,7 +156,7 @@ def test_memory_grows_as_estimated(name: str, one_era: None) -> None:
     batch, heads, dim, layers, step = 1, 2, 32, CONTRACT_MODEL["num_hidden_layers"], 5
     config = load_config({**GROWING[name], "sink_tokens": SINKS, "recent_tokens": 64})
     decoder = LlamaConfig(**CONTRACT_MODEL)
-    decoder._attn_implementation = ATTENTION_NAME
+    decoder._attn_implementation = fused_name("sdpa")
     cache = CompressedCache(decoder, config)
     generator = torch.Generator().manual_seed(0)
     plan = cache.layers[0].plan

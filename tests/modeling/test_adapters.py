@@ -14,7 +14,7 @@ from kvcache_compress import (
     enable_fused_attention,
     register_position_hooks,
 )
-from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.storage.view import record_paths
 
@@ -59,7 +59,7 @@ def test_compress(model: Any, prompt: torch.Tensor) -> None:
     virtual = VIRTUAL if model.active_peft_config.is_prompt_learning else 0
     for fused in (True, False):
         with compress(model, {**CONFIG, "recent_tokens": 200}, fused=fused) as exact:
-            assert (base.config._attn_implementation == ATTENTION_NAME) == fused
+            assert attends_fused(base) == fused
             assert torch.equal(model.generate(input_ids=prompt, **GREEDY), expected)
             assert exact.last_cache.get_seq_length() == 95 + virtual
         with compress(model, CONFIG, fused=fused) as block:

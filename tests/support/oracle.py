@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvcache_compress import CompressedCache, CompressionConfig
-from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
+from kvcache_compress.attention.interface import attends_fused, attention_forward
 from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
 from kvcache_compress.codecs.mask import AttentionCall
@@ -139,7 +139,7 @@ class Rotary:
 
     @property
     def fused(self) -> bool:
-        return bool(self._model.config._attn_implementation == ATTENTION_NAME)
+        return attends_fused(self._model)
 
     def factors(self, start: int, states: torch.Tensor) -> Rope:
         """cos and sin, each `[B, 1, T, rotary]` as a cache layer holds keys, rounded to 16 bits."""

@@ -18,7 +18,7 @@ from support.models.small_model import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.attention.interface import AttentionName, attention_forward
+from kvcache_compress.attention.interface import attention_forward, fused_name
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import use_backend
@@ -153,7 +153,7 @@ def decoding(emulator: Any, chosen: Any, capacity: int | None) -> tuple[Any, Any
     """Two filled layers, and a function that adds a token to both: with kernels, which attend too, and without."""
     torch.manual_seed(0)
     config = small_config(3, num_attention_heads=6, head_dim=64, hidden_size=384)
-    config._attn_implementation = AttentionName("sdpa")
+    config._attn_implementation = fused_name("sdpa")
     module = SimpleNamespace(config=config, is_causal=True)
     preset = load_config(chosen).model_copy(update={"max_cache_len": capacity, "backend": "torch"})
     caches = [CompressedCache(config, preset) for _ in range(2)]
