@@ -108,6 +108,12 @@ class TritonBackend(TorchBackend):
     def has_static_steps(self, device: torch.device) -> bool:
         return True
 
+    def ready(self, sides: Mapping[Side, SideState]) -> None:
+        for side, state in sides.items():
+            with on_device(state.sinks):
+                state.codec.kernel_side.ready(state.sinks.dtype, side)
+                state.codec.kernel_encoder  # noqa: B018 - made here
+
     def encodes_in_steps(self, codec: Codec) -> bool:
         return codec.kernel_encoder is not None
 

@@ -104,11 +104,11 @@ class Mask:
         """The mask in the order in which left-padded rows store their tokens, with a row for each query.
 
         `sinks` is the number of sinks; the other arguments are as in `spelled_out`. All layers of a step share the
-        result.
+        result, but not those of a static step, which may keep no memory of a CUDA graph.
         """
         given = self.tensor
         mask = self.spelled_out(count, tokens, device, length)
-        if given is not mask or mask.is_inference() or count > SHARED_QUERIES:
+        if given is not mask or mask.is_inference() or count > SHARED_QUERIES or length is not None:
             return Mask(padding.exchanged(mask, sinks))
         how = sinks, mask._version
         if padding.last is None or padding.last[0] is not mask or padding.last[1] != how:

@@ -95,6 +95,9 @@ class Backend(ABC):
         """True if static layers use steps of static shapes on this device; CPUs gain nothing from them."""
         return device.type != "cpu"
 
+    def ready(self, sides: Mapping[Side, SideState]) -> None:  # noqa: B027 - most keep nothing
+        """Make what later steps keep, since a step of static shapes may keep no memory that a CUDA graph has given."""
+
     def encodes_in_steps(self, codec: Codec) -> bool:
         """True if `step` encodes whole flushes when they become packed, False if it encodes groups before that."""
         return False

@@ -56,6 +56,8 @@ class StaticStorage:
         self.buffers, self._carrier = buffers, dynamic
         """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale; `buffers` has the current
         ones."""
+        if all(state.prepared for state in dynamic.sides.values()):
+            self.backend.ready(dynamic.sides)
         self.empty = empty
         """True if there are no tokens; the host knows this without waiting."""
         self._rows = rows = dynamic.sides["keys"].padding.rows

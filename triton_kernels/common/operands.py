@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import code_order, padded_width, padded_words
 
 from .codes import tile_width
@@ -125,6 +126,12 @@ class KernelSide:
         return tables, SideForm(
             self.meta, self.widths, words, places, dim, self.bias, rope, self.group, self.eras is not None
         )
+
+    def ready(self, dtype: torch.dtype, side: Side) -> None:
+        """Make what calls with queries of this dtype keep."""
+        self.operands(dtype, 0, 0)
+        if side == "keys" and self.matrix is not None:
+            self.query_bound  # noqa: B018 - cached
 
     @property
     def mapped_width(self) -> int:
