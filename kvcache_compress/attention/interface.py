@@ -55,7 +55,9 @@ def is_fused(name: str | None) -> bool:
 
 
 def _previous_name(config: PreTrainedConfig) -> str:
-    return config._attn_implementation.removeprefix(f"{ATTENTION_NAME}_").replace("|", "/").swapcase()
+    """Name of the attention that fused attention replaces in this config, or would replace."""
+    name: str = config._attn_implementation
+    return name.removeprefix(f"{ATTENTION_NAME}_").replace("|", "/").swapcase() if is_fused(name) else name
 
 
 def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
