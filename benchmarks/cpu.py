@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, DynamicCache, LlamaModel
+from transformers import Cache, DynamicCache, LlamaModel, PreTrainedModel
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.bench.layers import SHAPES, single_layer
-from kvcache_compress.bench.steps import measure_steps
+from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.eval.provenance.results import write_json
-from kvcache_compress.eval.reporting.report import markdown_table
+from kvcache_compress.eval.provenance.results import error_message, write_json
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
@@ -49,6 +47,10 @@ def thread_ms(call: Callable[[], Any]) -> float:
     return 1000 * (time.thread_time() - begun)
 
 
+def show(row: dict[str, Any]) -> None:
+    print(*(f"{name} {value:.4g}" if isinstance(value, float) else value for name, value in row.items()))
+
+
 @app.callback(invoke_without_command=True)
 def model(
     context: typer.Context,
@@ -67,12 +69,55 @@ def model(
     for count in tokens:
         ids = torch.randint(1000, smollm2.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         for row in measure_steps(smollm2, [resolve_cache(name) for name in cache], ids, steps, prefills):
-            rows.append(asdict(row))
-            print(
-                row.error
-                or f"{count} {row.cache}: {row.step_ms:.1f} ms, {row.ratio:.2f}x; prompt {row.prefill_ratio:.2f}x"
-            )
+            rows.append(row)
+            show(row)
     write_json(output, {"model": "SmolLM2-135M, float32", "steps": steps, "rows": rows}, CPU)
+
+
+@torch.inference_mode()
+def measure_steps(
+    model: PreTrainedModel, specs: Sequence[CacheSpec], ids: torch.Tensor, steps: int, prefills: int = 1
+) -> list[dict[str, Any]]:
+    """Fill a cache of each kind with the prompt `ids` `[B, T]`, then decode `steps` tokens with each, interleaved.
+
+    Compressed caches use fused attention. The prompt runs `prefills` times per cache, also interleaved, and the fastest
+    counts. Ratios are to the first cache, which must not fail, and a step's is the median over the rounds.
+    `decode_seconds` is the time of all steps, the slow ones among them in which tokens are packed.
+    """
+    caches: dict[str, Cache] = {}
+    prompts: dict[str, list[float]] = {spec.name: [] for spec in specs}
+    times: dict[str, list[float]] = {spec.name: [] for spec in specs}
+    errors: dict[str, str] = {}
+
+    def forward(name: str, tokens: torch.Tensor, into: dict[str, list[float]]) -> None:
+        begun = time.perf_counter()
+        try:
+            model(tokens, **{cache_argument(): caches[name]}, logits_to_keep=1)
+        except Exception as error:
+            errors[name] = error_message(error)
+        into[name].append(time.perf_counter() - begun)
+
+    enable_fused_attention(model)
+    for spec in specs:  # compilation at first use is not timed
+        caches[spec.name] = spec.make(model)
+        forward(spec.name, ids[:, :256], {spec.name: []})
+    for _ in range(prefills):
+        for spec in specs:
+            caches[spec.name] = spec.make(model)
+            forward(spec.name, ids, prompts)
+    for _ in range(steps):
+        for name in prompts:
+            forward(name, ids[:, -1:], times)
+    first, rows = specs[0].name, []
+    for name in prompts:
+        row: dict[str, Any] = {"cache": name, "tokens": ids.shape[1], "error": errors.get(name)}
+        if name not in errors:
+            row["step_ms"] = 1e3 * statistics.median(times[name])
+            row["ratio"] = statistics.median(x / y for x, y in zip(times[name], times[first], strict=True))
+            row["decode_seconds"], row["prefill_seconds"] = sum(times[name]), min(prompts[name])
+            row["prefill_ratio"] = min(prompts[name]) / min(prompts[first])
+        rows.append(row)
+    return rows
 
 
 @app.command()
@@ -85,14 +130,8 @@ def prompt(
 ) -> None:
     """Time what a cache adds to a prompt in one layer of Llama-3.1-8B's shape with random weights; needs 4 GB."""
     measured = list(prompt_rows(one_layer(), preset, tokens, turns))
-    lines = [
-        [
-            row["cache"], f"{row['seconds']:.2f} s", f"{row['ratio']:.3f}", f"{row['update_seconds']:.3f} s",
-            f"{row['share']:.1%}",
-        ]
-        for row in measured
-    ]  # fmt: skip
-    print(markdown_table(["cache", "prompt", "of full", "the cache's part", "of full"], lines))
+    for row in measured:
+        show(row)
     write_json(output, {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}, CPU)
 
 

@@ -60,12 +60,7 @@ def full_cache() -> CacheSpec:
 
 
 def preset_cache(preset: str | dict[str, Any] | CompressionConfig, *, name: str | None = None) -> CacheSpec:
-    """Spec of a `CompressedCache`.
-
-    Args:
-        preset: a config, or anything that `load_config` takes.
-        name: name in tables; by default `preset`, which then is a string.
-    """
+    """Spec of a `CompressedCache`; its name in tables is by default `preset`, which then is a string."""
     config = preset if isinstance(preset, CompressionConfig) else load_config(preset)
 
     def make(model: PreTrainedModel) -> Cache:

@@ -40,7 +40,7 @@ def grouped_cache(
 ) -> CacheSpec:
     """Spec of `QuantizedCache` with hqq or optimum-quanto: groups of consecutive numbers of a token.
 
-    At its first use on a machine quanto compiles an extension, which takes about 40 s.
+    At its first use on a machine quanto compiles an extension, which takes about 40 s and a C++ compiler.
 
     Args:
         backend: `hqq` or `quanto`.
@@ -49,7 +49,7 @@ def grouped_cache(
         residual_length: tokens after which the dense residual is quantized.
 
     Raises:
-        ImportError: The package is not installed, or (when the cache is made) quanto's extension cannot be compiled.
+        ImportError: The package is not installed.
     """
     module, axis = {"hqq": ("hqq", 1), "quanto": ("optimum.quanto", 0)}[backend]
     try:
@@ -63,7 +63,7 @@ def grouped_cache(
 
     def make(model: PreTrainedModel) -> Cache:
         if backend == "quanto":
-            _build_quanto_extension(model.device)
+            _find_ninja()
         return QuantizedCache(backend, model.config, **options)
 
     description = {"class": "QuantizedCache", "backend": backend, **options}
@@ -80,24 +80,9 @@ PEERS: dict[str, Callable[..., CacheSpec]] = {
 
 
 @functools.cache
-def _build_quanto_extension(device: torch.device) -> None:
-    """Compile quanto's extension, so that the first measurement does not include it."""
-    from optimum.quanto import MaxOptimizer, qint4, quantize_weight
-
-    path = os.environ.get("PATH", "")
-    # The compiler needs ninja, which lies beside the interpreter if the virtual environment is not activated.
-    os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
-    try:
-        numbers = torch.ones(1, GROUP_SIZE, device=device)
-        scale, shift = MaxOptimizer()(numbers, qint4, 0, GROUP_SIZE)
-        quantize_weight(numbers, qint4, 0, scale, shift, GROUP_SIZE).dequantize()
-    except (RuntimeError, ImportError, OSError) as error:
-        raise ImportError(
-            "optimum-quanto compiles an extension at its first use, which failed; it needs a C++ compiler, ninja and a "
-            f"writable installation: {error}"
-        ) from error
-    finally:
-        os.environ["PATH"] = path
+def _find_ninja() -> None:
+    """Let quanto's compiler find ninja, which lies beside the interpreter if the environment is not activated."""
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 
 
 def _measure_quantized(cache: Cache) -> Measured:
@@ -110,7 +95,9 @@ def _measure_quantized(cache: Cache) -> Measured:
     for layer in cache.layers:
         dense_numbers += layer.keys.numel() + layer.values.numel()
         for stored in (layer._quantized_keys, layer._quantized_values):
-            shape = _logical_shape(stored)
+            shape = stored.shape if isinstance(stored, torch.Tensor) else stored[0].shape
+            if isinstance(stored, tuple) and isinstance(stored[1], dict):  # hqq keeps the shape beside reshaped codes
+                shape = torch.Size(stored[1]["shape"])
             packed_tokens = max(packed_tokens, shape[-2])
             packed_numbers += shape.numel()
             packed_bytes += stored_bytes(stored)
@@ -121,15 +108,6 @@ def _measure_quantized(cache: Cache) -> Measured:
         all_bits=8 * total_bytes / (packed_numbers + dense_numbers),
         total_bytes=total_bytes,
     )
-
-
-def _logical_shape(stored: Any) -> torch.Size:
-    """Shape `[B, H, T, D]` of the tensor that a quantized field encodes."""
-    if isinstance(stored, tuple):
-        codes, scale = stored
-        # hqq reshapes its codes and keeps the shape in its dictionary; fp8 pairs codes of full shape with a scale.
-        return torch.Size(scale["shape"]) if isinstance(scale, dict) else codes.shape
-    return stored.shape
 
 
 def stored_bytes(stored: Any) -> int:

@@ -11,13 +11,13 @@ attention (sliding windows, states) prefill each cache anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
@@ -36,11 +36,9 @@ STEP_TOKENS = 16
 
 @dataclass
 class Prefill:
-    """A prompt after its one pass through the model.
+    """A prompt `[1, T]` after its one pass through the model.
 
     Attributes:
-        model: the model, in evaluation mode.
-        ids: the prompt, `[1, T]`.
         question: tokens `[1, Q]` that follow the prompt through the cache under test; often empty.
         logits: logits `[V]` after the prompt's last token.
         states: keys and values `[1, H, T, D]` of each layer; None if they cannot be shared.
@@ -98,10 +96,6 @@ class Prefill:
                 _pass(self.model, DynamicCache(config=self.model.config), self.ids, last=True)
         return self._queries
 
-    def with_question(self, question: torch.Tensor) -> Prefill:
-        """The same prompt with another question `[1, Q]`, without another pass through the model."""
-        return replace(self, question=question.to(self.ids.device), seconds=0.0, _full={})
-
     def full_logits(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
         """`forced` with the full cache, `[S + 1, V]`: the reference for all other caches, computed once."""
         key = tokens.cpu().numpy().tobytes() + step.to_bytes(8)
@@ -115,9 +109,6 @@ class CacheRun:
     """A cache under test that holds the prompt; it takes one continuation.
 
     Attributes:
-        prefill: the prompt.
-        spec: the kind of cache.
-        cache: the cache itself.
         measured: the cache's size after the prompt, or after the question (see `forced`).
         logits: logits `[V]` after the prompt's last token.
         seconds: time to fill the cache, and of all passes through it.
@@ -156,46 +147,26 @@ class CacheRun:
             return self._finite(torch.cat(logits).float())
 
     @torch.inference_mode()
-    def generate(self, config: GenerationConfig) -> torch.Tensor:
-        """Feed the question and generate new token ids `[S]` greedily, with the model's `generate`.
+    def generate(self, max_new_tokens: int, ends: Collection[int] = (), min_new_tokens: int = 0) -> torch.Tensor:
+        """Feed the question and generate new token ids `[S]` greedily, whatever the model's own generation config says.
 
-        The model's own generation config, such as a repetition penalty, is ignored.
-
-        Args:
-            config: `max_new_tokens` (at least 1), end tokens if any, and `min_new_tokens` (at most 1).
+        The first `min_new_tokens` tokens are none of `ends`; the first that is one is the last.
 
         Raises:
             ValueError: Logits are not finite, or the model has positions for fewer tokens.
         """
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        end = torch.tensor([token for token in ends if token is not None], dtype=torch.long, device=self.logits.device)
-        with self._continuing(config.max_new_tokens):
-            logits = self._finite(self._ask()[-1:])
-            if config.min_new_tokens:
-                logits = logits.index_fill(1, end, -torch.inf)
-            first = logits.argmax(-1, keepdim=True)
-            if config.max_new_tokens == 1 or torch.isin(first, end).all():
-                return first[0]
-            read = torch.cat([self.prefill.ids, self.prefill.question, first], dim=1)
-            return self._generate_rest(read, config)[0, read.shape[1] - 1 :]
-
-    def _generate_rest(self, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-        model = self.prefill.model
-        rest = GenerationConfig(
-            max_new_tokens=config.max_new_tokens - 1, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-        )
-        original, model.generation_config = model.generation_config, rest
-        try:
-            output: torch.Tensor = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                **{cache_argument(): self.cache},
-                generation_config=rest,
-                logits_processor=LogitsProcessorList([lambda _, scores: self._finite(scores)]),
-            )
-        finally:
-            model.generation_config = original
-        return output
+        new: list[int] = []
+        with self._continuing(max_new_tokens):
+            logits = self._ask()[-1]
+            while True:
+                self._finite(logits)
+                if len(new) < min_new_tokens:
+                    logits = logits.index_fill(0, torch.tensor([*ends], device=logits.device), -torch.inf)
+                new.append(int(logits.argmax()))
+                if len(new) == max_new_tokens or new[-1] in ends:
+                    return torch.tensor(new)
+                ids = torch.tensor([new[-1:]], device=logits.device)
+                logits = _pass(self.prefill.model, self.cache, ids, last=True)[0, -1]
 
     @contextmanager
     def _continuing(self, new: int) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -45,36 +46,25 @@ def command_line() -> str:
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """Circumstances of a measurement: command, date, commit, versions, hardware."""
-    return {
-        "command": command_line(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(),
-        "versions": package_versions(),
-        "hardware": hardware(device),
-    }
-
-
-def package_versions() -> dict[str, str | None]:
-    """Versions of packages that affect a measurement; None for a package that is not installed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    """Circumstances of a measurement: command, date, commit, versions (None if not installed), hardware."""
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads in use, and the accelerator if the model is on one."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.partition(":")[2] for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].strip() if names else cpu
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "accelerator": accelerator}
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    return {
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {"cpu": cpu, "cores": cores, "threads": threads, "accelerator": accelerator},
+    }
 
 
 def git_commit(file: str = __file__) -> str | None:

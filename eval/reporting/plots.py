@@ -17,23 +17,11 @@ from .tables import FULL_BITS, Column, Row, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-THEME = {"ink": "#1b1f24", "muted": "#666e78", "grid": "#dfe3e8"}
 # The first six are Okabe and Ito's, which can be told apart with any colour vision; yellow and black are left out.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d5a", "#7f8890", "#8766b8")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "<", ">")
-STYLE = {
-    "text.parse_math": False,  # so that `$` in a name is no formula
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.edgecolor": THEME["muted"],
-    "grid.color": THEME["grid"],
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
+SETTINGS = {"text.parse_math": False, "font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.5}
+"""Without mathematics, `$` in a name is no formula."""
+MARKERS = "os^DvPXph<>"
 Grid = dict[tuple[float, float], float]
 """Mean score by length and depth."""
 NAME = 26
@@ -46,7 +34,7 @@ def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(STYLE), warnings.catch_warnings(), whole_file(path) as unfinished:
+    with rc_context(SETTINGS), warnings.catch_warnings(), whole_file(path) as unfinished:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -70,19 +58,15 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
     with figure_file(path, 6.4, 4.8) as figure:
         ax = figure.add_subplot()
         for number, (family, of_family) in enumerate(sorted(points.items())):
-            look: dict[str, Any] = {
-                "c": COLORS[number % len(COLORS)],
-                "marker": MARKERS[number % len(MARKERS)],
-                "zorder": 3,
-            }
-            rims = [THEME["ink"] if row in front else "none" for row, _, _ in of_family]
-            ax.scatter(*zip(*(point[1:] for point in of_family), strict=True), edgecolors=rims, label=family, **look)
+            rims = ["black" if row in front else "none" for row, _, _ in of_family]
+            look: dict[str, Any] = {"c": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
+            ax.scatter(*zip(*(point[1:] for point in of_family), strict=True), label=family, edgecolors=rims, **look)
             for row, bits, loss in of_family:
                 if row in front:
                     name = shortened(row.cache, NAME)
                     ax.annotate(name, (bits, loss), (4, 4), textcoords="offset points", fontsize=7)
         if (bound := table.bound(column)) is not None:
-            ax.axhline(bound, color=THEME["muted"], lw=1, ls="--", label=f"a loss of {bound:.3g}")
+            ax.axhline(bound, color="gray", lw=1, ls="--", label=f"a loss of {bound:.3g}")
         ax.set_xscale("log", base=2)
         low, high = ax.get_xlim()
         ax.set_xticks([tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 16) if 0.8 * low <= tick <= 1.25 * high])
@@ -93,7 +77,7 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
             axis.set_major_formatter(FuncFormatter(lambda tick, _: f"{tick:g}"))
         ax.set(xlabel="measured bits per number, packed part")
         ax.set_ylabel(f"{column.name}: {column.label}" + (", loss" if column.higher_is_better else ""))
-        figure.legend(loc="outside lower center", ncols=5)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return True
 
 

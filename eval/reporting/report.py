@@ -1,13 +1,12 @@
-"""Report of a comparison: Markdown, plots, and one HTML file.
+"""Report of a comparison: one HTML file, and its plots.
 
-The report of `results.jsonl` is `results.md`, `results.html` and `results-*.png` beside it. It can be written at
-any time, also while the comparison still runs.
+The report of `results.jsonl` is `results.html` and `results-*.png` beside it. It can be written at any time, also while
+the comparison still runs.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,18 +20,8 @@ from .plots import plot_needles, plot_pareto
 from .tables import Table, tables
 
 
-def to_markdown(comparison: Sequence[Table]) -> str:
-    """Markdown with a section per model: its table and notes."""
-    return "\n".join(_section(table) for table in comparison)
-
-
 def to_html(comparison: Sequence[Table], images: Iterable[tuple[str, Path]]) -> str:
-    """One page without scripts or requests.
-
-    Args:
-        comparison: the tables.
-        images: the title and the file of each plot.
-    """
+    """One page without scripts or requests, with the title and the file of each plot."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent)
@@ -77,20 +66,9 @@ def write_report(path: Path) -> list[Path]:
                 image = path.with_name(f"{name}.png")
                 if plot(table, column, image):
                     images.append((f"{table.title}, {column.name}: {kind}", image))
-    links = "".join(f"\n![{_plain(title)}]({image.name})\n" for title, image in images)
-    texts = {
-        ".md": to_markdown(comparison) + links,
-        ".html": to_html(comparison, images),
-    }
-    for suffix, text in texts.items():
-        write_atomically(path.with_suffix(suffix), text)
-    return [*(path.with_suffix(suffix) for suffix in texts), *(image for _, image in images)]
-
-
-def _section(table: Table) -> str:
-    heads, *rows = ([_plain(text) for text in line] for line in table.lines())
-    notes = (f"- {_plain(note)}" for note in table.notes())
-    return "\n".join([f"## {_plain(table.title)}", "", markdown_table(heads, rows), "", *notes]) + "\n"
+    page = path.with_suffix(".html")
+    write_atomically(page, to_html(comparison, images))
+    return [page, *(image for _, image in images)]
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[str]], texts: Sequence[int] = (0,)) -> str:
@@ -99,11 +77,6 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[str]], texts: S
     rule = "|".join("---" if index in left else "---:" for index in range(len(heads)))
     head, *lines = (f"| {' | '.join(line)} |" for line in (heads, *rows))
     return "\n".join([head, f"|{rule}|", *lines])
-
-
-def _plain(text: str) -> str:
-    """Escape a text for Markdown, on one line."""
-    return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def _listed(values: dict[str, Any]) -> str:

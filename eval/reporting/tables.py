@@ -275,20 +275,13 @@ def _table(model: str, dtype: str, cells: Sequence[Cell]) -> Table:
     by_cache: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         by_cache.setdefault(cell.cache["name"], {})[cell.benchmark["name"]] = cell
-    rows = [_row(name, of_cache, ordered) for name, of_cache in by_cache.items()]
+    rows = []
+    for name, of_cache in by_cache.items():
+        found = (of_cache.get(column.name) for column in ordered)
+        done = [cell for cell in found if cell is not None and cell.error is None]
+        some = next(iter(of_cache.values()))
+        packed, whole = (done[0].packed_bits, done[0].all_bits) if done else (None, None)
+        tokens = min((int(cell.packed_tokens["least"]) for cell in done if cell.packed_tokens), default=None)
+        rows.append(Row(name, family(some), some.cache["lossless"], packed, whole, tokens, of_cache))
     rows.sort(key=lambda row: (not row.lossless, row.family, -(row.packed_bits or 0), row.cache))
     return Table(model, dtype, ordered, rows)
-
-
-def _row(name: str, cells: dict[str, Cell], columns: Sequence[Column]) -> Row:
-    done = [cells[column.name] for column in columns if column.name in cells and cells[column.name].error is None]
-    some = next(iter(cells.values()))
-    return Row(
-        cache=name,
-        family=family(some),
-        lossless=some.cache["lossless"],
-        packed_bits=done[0].packed_bits if done else None,
-        all_bits=done[0].all_bits if done else None,
-        packed_tokens=min((int(cell.packed_tokens["least"]) for cell in done if cell.packed_tokens), default=None),
-        cells=cells,
-    )

@@ -19,11 +19,11 @@ directory.
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from transformers import Cache, PreTrainedModel
 
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
@@ -60,6 +60,11 @@ class CacheEntry(Calibrated):
     config: str | dict[str, Any] | None = None
 
 
+def _named(field: str, entry: Any) -> Any:
+    """The mapping that a plain name stands for."""
+    return {field: entry} if isinstance(entry, str) else entry
+
+
 class Comparison(StrictOptions):
     """The content of a comparison's YAML file; see the module's docstring.
 
@@ -74,8 +79,8 @@ class Comparison(StrictOptions):
         fused: attend over the codes instead of decoding them.
     """
 
-    models: AnyTuple[Annotated[ModelEntry, BeforeValidator(lambda one: _named(one, "model"))]] = Field(min_length=1)
-    caches: AnyTuple[Annotated[CacheEntry, BeforeValidator(lambda one: _named(one, "name"))]] = Field(min_length=1)
+    models: AnyTuple[Annotated[ModelEntry, BeforeValidator(partial(_named, "model"))]] = Field(min_length=1)
+    caches: AnyTuple[Annotated[CacheEntry, BeforeValidator(partial(_named, "name"))]] = Field(min_length=1)
     benchmarks: dict[str, dict[str, Any]] = Field(min_length=1)
     output: AnyPath
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -140,7 +145,7 @@ def compare(
         All cells, and messages about models that could not be loaded.
 
     Raises:
-        ValueError: The comparison itself is wrong, and nothing was run.
+        ValueError, ImportError: The comparison itself is wrong, or needs a missing package; nothing was run.
     """
     suite = comparison.suite()
     entries = [(entry, comparison.specs(entry)) for entry in comparison.models]
@@ -168,23 +173,9 @@ def compare(
     return cells, problems
 
 
-def _named(entry: Any, field: str) -> Any:
-    """The mapping that a plain name stands for."""
-    return {field: entry} if isinstance(entry, str) else entry
-
-
 def _spec(entry: CacheEntry, model: ModelEntry) -> CacheSpec:
-    name = entry.name
     both = ("codebooks", "statistics")
     files: dict[str, Path | None] = {file: getattr(entry, file) or getattr(model, file) for file in both}
-    try:
-        if entry.config is None:
-            return resolve_cache(name, **files)
-        return preset_cache(load_config(entry.config).with_files(**files), name=name)
-    except ImportError as error:
-        missing = error  # Python deletes `error` at the end of this block
-
-        def make(model: PreTrainedModel) -> Cache:
-            raise missing
-
-        return CacheSpec(name, make, lambda cache: NotImplemented, description={"missing": str(error)})
+    if entry.config is None:
+        return resolve_cache(entry.name, **files)
+    return preset_cache(load_config(entry.config).with_files(**files), name=entry.name)

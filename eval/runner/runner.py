@@ -40,8 +40,6 @@ class Runner:
     """Runs benchmarks for one model, and keeps their cells in a table.
 
     Args:
-        model: a model in evaluation mode.
-        tokenizer: its tokenizer.
         output: the table's file (see `ResultTable`); None keeps nothing on disk.
         seed: seed that is set before each sample.
         processes: processes that make the same calls, share the samples and write to one table.
@@ -67,12 +65,7 @@ class Runner:
         """Compute every cell of a benchmark, in the order of `specs`.
 
         Finished samples are not computed again. A failure ends one cell, which the next run tries again. If another run
-        writes to the same table, this one waits for it.
-
-        Args:
-            name: the benchmark's name in the table.
-            benchmark: the benchmark.
-            specs: the caches.
+        writes to the same table, this one waits for it. `name` is the benchmark's in the table.
 
         Raises:
             ValueError: Two caches have one name.
@@ -111,8 +104,6 @@ class Runner:
             samples = benchmark.samples(self.model, self.tokenizer)
         except Exception as error:
             return [], error_message(error)
-        if not benchmark.limits_itself:
-            samples = samples[: benchmark.limit]
         if not samples:
             return [], f"benchmark {name}: no samples"
         try:
@@ -183,13 +174,11 @@ class Runner:
             todo = pending(sample)
             if not todo:
                 continue
-            if shared is not None and not torch.equal(shared.ids.cpu(), sample.prompt):
-                shared = None  # frees its memory before the next prefill
+            shared = None  # frees its memory before the next prefill
             with self._failing(todo):
                 self.on_progress(count, total, f"{name} {sample.id}")
                 set_seed(self.seed)
-                prompt, question = sample.prompt, sample.question
-                shared = prefill(self.model, prompt, question) if shared is None else shared.with_question(question)
+                shared = prefill(self.model, sample.prompt, sample.question)
             for work in todo:
                 if shared is not None and work.error is None:
                     self.on_progress(count, total, f"{name} {sample.id}, {work.spec.name}")

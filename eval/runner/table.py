@@ -32,27 +32,19 @@ class Cell:
     """The result of one cache in one benchmark with one model.
 
     Attributes:
-        model: name of the model.
-        dtype: dtype of the model.
         benchmark: `name`, `kind`, `options`, `main_score`, `higher_is_better`.
         cache: `name`, `lossless`, and `config`, which is everything that defines the cache.
-        seed: seed that was set before each sample.
         digest: digest of everything that results depend on.
-        attention: the model's attention implementation.
         weights: fingerprint of the model's weights.
         error: why there are no scores; None for a finished cell.
         skipped: why parts of the benchmark have no samples with this model.
         scores: what the benchmark's `summarize` returned.
-        samples: number of scored samples.
-        packed_tokens: packed tokens per sequence after the prompt: `least`, `mean` and `most` over samples.
-        packed_bits: bits per packed number, mean over samples.
-        all_bits: bits per number of the whole cache, mean over samples.
-        total_bytes: bytes of the cache, mean over samples.
-        seconds: time to fill the cache, and of all that followed, over all samples.
-        prefill_seconds: time of the prefills, which all caches share.
-        command, date, commit, versions, hardware: how and where the cell was measured.
-        records: a record per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`,
-            `all_bits`, `total_bytes`, `seconds`, `prefill_seconds`, `commit`, and what the benchmark adds.
+        samples: number of scored samples; what follows is over them.
+        packed_tokens: packed tokens per sequence after the prompt: `least`, `mean` and `most`.
+        packed_bits, all_bits, total_bytes: means of the sizes in `Measured`.
+        seconds: time to fill the cache, and of all that followed; the prefills, which all caches share, are apart.
+        records: a record per sample: `id`, `digest`, `tokens` (of the prompt), the sizes in `Measured`, `seconds`,
+            `prefill_seconds`, `commit`, and what the benchmark adds.
         further: records of samples beyond this run's limit.
     """
 

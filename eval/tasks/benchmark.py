@@ -58,8 +58,6 @@ class Benchmark(StrictOptions, abc.ABC):
     kind: ClassVar[str]
     """The benchmark's name."""
     higher_is_better: ClassVar[bool] = True
-    limits_itself: ClassVar[bool] = False
-    """True if `samples` applies `limit` itself, to each of several tasks; otherwise the runner applies it."""
 
     limit: int | None = Field(default=None, ge=1, description="Most samples to take, from the first; all by default.")
 
@@ -70,7 +68,7 @@ class Benchmark(StrictOptions, abc.ABC):
 
     @abc.abstractmethod
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """Make all samples.
+        """Make the samples, at most `limit` or, of several tasks, of each.
 
         Raises:
             ValueError: Data are missing, empty or malformed, or do not fit the model.

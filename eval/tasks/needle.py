@@ -10,12 +10,12 @@ In A Haystack" without a language model as judge. `passkey` mode asks for random
 from __future__ import annotations
 
 import bisect
-import dataclasses
+import itertools
 import random
 import re
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,8 +35,7 @@ DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 INTRODUCTION = "Read this text carefully: one sentence in it answers the question at its end.\n\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Wording:
+class Wording(NamedTuple):
     """A needle that contains `{answer}`, the question, the answer (None for random digits), and the reply's start."""
 
     needle: str
@@ -47,17 +46,12 @@ class Wording:
 
 WORDINGS: dict[Mode, Wording] = {
     "needle": Wording(
-        needle="The signal for the ship at anchor is {answer}.",
-        question="What is the signal for the ship at anchor?",
-        answer="one green lantern over two white flags",
-        answer_prefix="The signal for the ship at anchor is",
+        "The signal for the ship at anchor is {answer}.",
+        "What is the signal for the ship at anchor?",
+        "one green lantern over two white flags",
+        "The signal for the ship at anchor is",
     ),
-    "passkey": Wording(
-        needle="The pass key is number {answer}.",
-        question="What is the pass key?",
-        answer=None,
-        answer_prefix="The pass key is number",
-    ),
+    "passkey": Wording("The pass key is number {answer}.", "What is the pass key?", None, "The pass key is number"),
 }
 
 
@@ -117,12 +111,8 @@ class Needle(Benchmark):
         fitting = [length for length in self.lengths if self._length_problem(model, length) is None]
         if not fitting:
             raise ValueError("; ".join(self.skipped(model)))
-        return [
-            self._sample(tokenizer, length, depth, repeat)
-            for repeat in range(self.repeats)
-            for length in fitting
-            for depth in self.depths
-        ]
+        places = itertools.product(range(self.repeats), fitting, self.depths)
+        return [self._sample(tokenizer, *place) for place in itertools.islice(places, self.limit)]
 
     def skipped(self, model: PreTrainedModel) -> list[str]:
         return [why for length in self.lengths if (why := self._length_problem(model, length)) is not None]
@@ -158,9 +148,9 @@ class Needle(Benchmark):
         wording = WORDINGS[self.mode]
         if self.needle is not None and self.question is not None:
             wording = Wording(self.needle, self.question, self.answer)
-        return wording if self.answer_prefix is None else dataclasses.replace(wording, answer_prefix=self.answer_prefix)
+        return wording if self.answer_prefix is None else wording._replace(answer_prefix=self.answer_prefix)
 
-    def _sample(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, repeat: int) -> Sample:
+    def _sample(self, tokenizer: PreTrainedTokenizerBase, repeat: int, length: int, depth: float) -> Sample:
         wording = self._wording
         chance = random.Random(f"{self.seed},{length},{depth},{repeat}")
         answer = wording.answer or str(chance.randrange(10 ** (self.digits - 1), 10**self.digits))

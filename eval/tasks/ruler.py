@@ -46,8 +46,6 @@ class Ruler(Benchmark):
     """
 
     kind: ClassVar[str] = "ruler"
-    limits_itself = True
-
     limit: int | None = Field(default=None, ge=1, description="Most rows of each file to take; all by default.")
     data: AnyPath = Field(description="A .jsonl file, or a folder searched for them with its subfolders.")
     task: Task | None = Field(default=None, description="Kind of task, where file names do not tell it.")

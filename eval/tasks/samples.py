@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun, positions_of
 from kvcache_compress.files.text import parse_json, read_text
@@ -17,11 +17,7 @@ from .benchmark import Sample
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
-    """Read the rows of a .jsonl file, skipping empty lines.
-
-    Args:
-        path: file with a JSON object per line.
-        columns: columns that each row needs.
+    """Read the rows of a .jsonl file, each a JSON object that needs these columns; empty lines are skipped.
 
     Raises:
         ValueError: The file is missing or has no rows, a line is no JSON object, or a row lacks a column.
@@ -58,12 +54,7 @@ def make_sample(
 def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, special: bool = True) -> list[list[int]]:
     """Tokenize a text as a whole, then split the token ids where its parts meet.
 
-    A token that spans a boundary goes to the later part.
-
-    Args:
-        tokenizer: the tokenizer.
-        parts: parts of the text, in order.
-        special: add special tokens; False if a chat template has them already.
+    A token that spans a boundary goes to the later part. `special` adds special tokens; a chat template has its own.
     """
     whole = text_ids(tokenizer, "".join(parts), special=special)
     cuts = [0]
@@ -163,12 +154,6 @@ def generate_text(
     ends = getattr(run.prefill.model.generation_config, "eos_token_id", None)
     ends = tokenizer.eos_token_id if ends is None else ends
     known = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        do_sample=False,
-        eos_token_id=[*known, *more_ends] or None,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else [*known, 0][0],
-    )
-    text: str = tokenizer.decode(run.generate(config), skip_special_tokens=True)
+    ids = run.generate(max_new_tokens, [*known, *more_ends], min_new_tokens)
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text

@@ -26,7 +26,6 @@ class ForcedBenchmark(Benchmark):
 
     main_score: ClassVar[str] = "kl"
     higher_is_better = False
-    limits_itself = True
 
     scored: int = Field(default=128, ge=1, description="Tokens to score after the history.")
     step: int = Field(default=STEP_TOKENS, ge=1, description="Scored tokens per forward pass; 1 is as in generation.")

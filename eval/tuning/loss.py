@@ -35,10 +35,7 @@ def score(shared: Prefill, sample: Sample, config: CompressionConfig) -> Record:
 def measure_losses(
     model: PreTrainedModel, samples: Sequence[Sample], configs: Sequence[CompressionConfig], on_progress: Progress
 ) -> list[dict[str, float]]:
-    """Measure caches of some configs on the same windows, each of which is prefilled once.
-
-    Returns:
-        The scores of `Perplexity` and `packed_bits`, for each config.
+    """Measure caches of some configs on the same windows: the scores of `Perplexity`, and `packed_bits`.
 
     Raises:
         ValueError: A config does not fit the model, or packs nothing.

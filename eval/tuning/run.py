@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,20 +34,11 @@ CHECKS, SCORED = 3, 256
 """Windows of each text on which a config is validated, and tokens scored in each."""
 
 
-@dataclass(frozen=True)
-class TuningResult:
-    """Losses of configs on held-out text.
-
-    Attributes:
-        title: the budget or the preset, and the texts on which the losses were measured.
-        losses: scores by config, as from `measure_losses`: the tuned one and the best one with equal bits everywhere,
-            or the preset.
-        expected: KL of the first two, as estimated from the measurements.
-    """
+class TuningResult(NamedTuple):
+    """The budget or the preset with the texts, and the scores by config, as from `measure_losses`, on these texts."""
 
     title: str
     losses: dict[str, dict[str, float]]
-    expected: tuple[float, float] | None = None
 
 
 def verify_config(
@@ -125,10 +117,10 @@ def tune_config(
     header = [
         f"Tuned by `kvcache-compress tune` for {name}, {wanted}.",
         f"Measured on {_named(texts)}; validated on {validated_on}, with the full cache as reference:",
-        *(f"  {name}: {_line(loss)}" for name, loss in losses.items()),
+        *(f"  {name}: {loss_text(loss)}" for name, loss in losses.items()),
     ]
     write_atomically(output, "".join(f"# {line}\n" for line in header) + config_yaml(tuned.config))
-    return TuningResult(f"{wanted}, {validated_on}", losses, (tuned.expected, tuned.expected_uniform))
+    return TuningResult(f"{wanted}, {validated_on}", losses)
 
 
 def _samples(
@@ -168,7 +160,8 @@ def _named(paths: Sequence[Path]) -> str:
     return ", ".join(map(text_name, paths))
 
 
-def _line(loss: dict[str, float]) -> str:
+def loss_text(loss: dict[str, float]) -> str:
+    """The scores of one config in words."""
     spread = f" ± {loss['kl_stderr']:.4f}" if "kl_stderr" in loss else ""
     return (
         f"{loss['packed_bits']:.3f} bits per packed number, KL {loss['kl']:.4f}{spread} "

@@ -79,16 +79,12 @@ def measure(
     record: Path,
     on_progress: Progress = lambda done, total, label: None,
 ) -> Sensitivity:
-    """Measure all sides of some layers.
+    """Measure all sides of some layers of a model, the full-attention ones, on samples of `Perplexity`.
 
     Args:
-        model: a causal language model in evaluation mode.
-        layers: its full-attention layers.
-        samples: windows of text, from the benchmark `Perplexity`.
         base: config without rules, whose dense tokens, keys and values are the starting point.
         choices: choices for keys and for values, the base's own among them.
         record: JSON file of the results so far; a later run goes on from it.
-        on_progress: see `Progress`.
 
     Raises:
         ValueError: The config does not fit the model, or a prefix is too short for it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcache_compress.cache.estimate import ModelShape, packed_bits, total_bytes
 from kvcache_compress.codecs.allocation import allocate
@@ -53,16 +54,8 @@ class Budget:
         return (self.memory - taken) / (self.batch * heads * packed)
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """The best config by layer and side, and the best one that is the same in all layers.
-
-    Attributes:
-        config: the config with rules by layer.
-        uniform: the config with the same keys and the same values in all layers.
-        expected: estimated KL of `config` in nats per token.
-        expected_uniform: estimated KL of `uniform`.
-    """
+class Tuned(NamedTuple):
+    """The best config by layer and side, the best one that is the same in all layers, and their estimated KL."""
 
     config: CompressionConfig
     uniform: CompressionConfig

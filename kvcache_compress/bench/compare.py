@@ -24,11 +24,7 @@ LIBRARY_BAR = 1e-2
 
 
 class Comparison(NamedTuple):
-    """Result of a comparison.
-
-    error: relative error of attention; None if it returned NaN or infinity.
-    problem: why its time does not count, or None.
-    """
+    """Relative error of attention (None if it returned NaN or infinity), and why its time does not count, or None."""
 
     error: float | None
     problem: str | None
@@ -37,10 +33,7 @@ class Comparison(NamedTuple):
 def compare_views(
     keys: View, values: View, query: torch.Tensor, scaling: float, mask: torch.Tensor | None = None
 ) -> Comparison:
-    """Compare attention of queries `[B, Hq, 1, D]` over a layer, with a mask `[B, 1, 1, T]` over its tokens or none.
-
-    The second of two calls is a repeated launch, as timed ones are.
-    """
+    """Compare attention of queries `[B, Hq, 1, D]` over a layer, with a mask `[B, 1, 1, T]` over its tokens or none."""
     slots = keys.slots
     hidden = mask if slots is None else slots.mask(Mask(mask), 1).tensor
     return compare(
@@ -61,6 +54,8 @@ def compare(
     mask: torch.Tensor | None = None,
 ) -> Comparison:
     """Compare `attend()`, `[B, Hq, D]`, for queries `[B, Hq, D]`, with plain attention; the worse of two calls counts.
+
+    The second call is a repeated launch, as timed ones are.
 
     Args:
         read: returns keys and values `[n, H, T, D]` of n rows of the batch, in float32.

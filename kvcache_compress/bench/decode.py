@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,10 +144,7 @@ def random_view(
 ) -> tuple[View, View, torch.Tensor]:
     """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`.
 
-    They fill a static capacity if `fixed`.
-
-    Raises:
-        ValueError: the preset does not support the shape.
+    They fill a static capacity if `fixed`. Raises ValueError if the preset does not support the shape.
     """
     plan = middle_layer(named_config(preset))
     windows = (plan.sink_tokens, plan.recent_tokens)
@@ -186,22 +184,18 @@ def measure_decode(
     """
     for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
         call = (name, shape, batch, tokens, device, dtype, repeats)
-        full = _or_error("full", call, lambda: full_time(*call))  # noqa: B023 - called at once
-        yield beside(full, full)
+        full = _or_error("full", call, full_time)
+        yield replace(full, speedup=1.0, bound=1.0) if full.milliseconds else full
         for preset in presets:
-            yield beside(_or_error(preset, call, lambda: compressed_time(preset, *call)), full)  # noqa: B023
+            row = _or_error(preset, call, partial(compressed_time, preset))
+            if row.milliseconds and row.bits and full.milliseconds and full.bits:
+                row = replace(row, speedup=full.milliseconds / row.milliseconds, bound=full.bits / row.bits)
+            yield row
 
 
-def beside(row: DecodeTime, full: DecodeTime) -> DecodeTime:
-    """Add to `row` its speed-up over `full` and the bound on it, if both have figures."""
-    if row.milliseconds and row.bits and full.milliseconds and full.bits:
-        return replace(row, speedup=full.milliseconds / row.milliseconds, bound=full.bits / row.bits)
-    return row
-
-
-def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[[], DecodeTime]) -> DecodeTime:
+def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[..., DecodeTime]) -> DecodeTime:
     try:
-        return measure()
+        return measure(*call)
     except Exception as error:
         name, _, batch, tokens = call[:4]
         return DecodeTime(cache, name, batch, tokens, error=error_message(error))

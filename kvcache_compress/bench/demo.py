@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from transformers import Cache, PreTrainedTokenizerBase, TextStreamer
@@ -24,16 +23,6 @@ WARM_TOKENS = 400
 """Prompt before anything is timed, long enough for statistics."""
 NEEDLE = "\n\nThe pass key is 71839. Remember it: 71839 is the pass key.\n\n"
 QUESTION = "What is the pass key? The pass key is"
-
-
-@dataclass
-class Run:
-    """One cache's answer: seconds until its first token, seconds per further token, and bytes that the cache holds."""
-
-    name: str
-    first: float
-    step: float
-    held: int
 
 
 class Demo:
@@ -61,13 +50,17 @@ class Demo:
         for name in self.names:  # compiles what needs to be compiled, before anything is timed
             self._generate(self._prompt[:, :WARM_TOKENS], self._specs[name].make(self._model), 2, None)
 
-    def answer(self, name: str, say: Callable[[str], None]) -> Run:
-        """Answer the question from one cache; `say` gets the text as it is generated."""
-        cache, stream = self._specs[name].make(self._model), _Stream(self._tokenizer, say)
+    def answer(self, name: str) -> tuple[float, float, int]:
+        """Answer the question from one cache, and print the text as it is generated.
+
+        Returns:
+            Seconds until the first token, seconds per further token, and bytes that the cache holds.
+        """
+        cache, stream = self._specs[name].make(self._model), _Stream(self._tokenizer)
         self._generate(self._prompt, cache, self._new_tokens, stream)
         start, first, *rest = stream.times
         held = self._specs[name].measure(cache).total_bytes
-        return Run(name, first - start, (rest[-1] - first) / len(rest) if rest else 0.0, held)
+        return first - start, (rest[-1] - first) / len(rest) if rest else 0.0, held
 
     def losses(self) -> dict[str, tuple[float, float]]:
         """Mean KL divergence and share of equal most likely tokens of each compressed cache, on the same text."""
@@ -91,19 +84,16 @@ class Demo:
 
 
 class _Stream(TextStreamer):
-    """Says new tokens as they come, and notes when."""
+    """Prints new tokens as they come, and notes when."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.times, self._say = [time.perf_counter()], say
+        self.times = [time.perf_counter()]
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
         super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._say(text)
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:

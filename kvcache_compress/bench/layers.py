@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import LlamaConfig
@@ -15,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.cache.estimate import MODELS
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.base import Codec, CodecContext, MethodOptions, Side
+from kvcache_compress.codecs.base import CodecContext, MethodOptions, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
 from kvcache_compress.methods.commvq.codebook_file import CENTRES, group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import RopeLayout
@@ -26,8 +25,7 @@ from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Shape of a model's attention: query heads, key/value heads and head dimension."""
 
     query_heads: int
@@ -71,39 +69,13 @@ def single_layer(preset: str | dict[str, Any], shape: Shape) -> tuple[LlamaConfi
     config = load_config({"keys": plan.keys, "values": plan.values, **windows})
     if plan.keys.method == "commvq":
         options = plan.keys.options()
-        config = config.with_files(codebooks=_codebooks_for(options, shape.head_dim, shape.kv_heads))
+        config = config.with_files(codebooks=random_codebooks(shape.head_dim, shape.kv_heads, options))
     return decoder, config
 
 
-def _codebooks_for(options: Any, head_dim: int, heads: int) -> str:
-    """Path of random codebooks for CommVQ's options; with the paper's scalar they have its encoder of values."""
-    return random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")
-
-
-def build_codec(
-    method: str,
-    options: MethodOptions,
-    side: Side,
-    head_dim: int,
-    heads: int,
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> Codec:
-    """Build a codec for a model that pairs halves for RoPE; CommVQ gets random codebooks of the calibrated size."""
-    half = head_dim // 2
-    rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
-    if method == "commvq":
-        options = options.model_copy(update={"codebooks": _codebooks_for(options, head_dim, heads)})
-    context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, device or torch.device("cpu"), rope)
-    return get_method(method)(options, context)
-
-
 @cache
-def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> str:
-    """Path of a file of random codebooks, in place of the calibrated file that CommVQ's presets leave to the user.
-
-    encoder: True for the paper's encoder of values, False for residual codebooks.
-    """
+def random_codebooks(head_dim: int, heads: int, options: Any) -> str:
+    """Path of random codebooks for CommVQ's options; with the paper's scalar they have its encoder of values."""
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * head_dim}
     config = LlamaConfig(num_hidden_layers=1, head_dim=head_dim, **sizes)
     groups = group_count(head_dim)
@@ -111,12 +83,12 @@ def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> s
     sides = ("keys", (head_dim // (2 * groups), 2)), ("values", (head_dim // groups,))
     tensors = {}
     for side, shape in sides:
-        rounds = rounds_for(bits, side, head_dim, groups)
+        rounds = rounds_for(options.bits, side, head_dim, groups)
         tensors[f"{side}.0.codebooks"] = torch.randn(heads, groups, rounds, CENTRES, *shape) / head_dim
-    if encoder:
+    if options.scalar == "norm":
         del tensors["values.0.codebooks"]
         width = heads * head_dim
-        stored = round(bits * width)
+        stored = round(options.bits * width)
         shapes = {"weight1": (width, width), "bias1": (width,), "weight2": (stored, width), "bias2": (stored,)}
         shapes["codebook"] = (stored, width)
         tensors |= {f"values.0.{name}": torch.randn(shape) / head_dim for name, shape in shapes.items()}
@@ -153,7 +125,12 @@ def encoded_side(
     """
     device = device or torch.device("cpu")
     first, last = windows
-    codec = BACKENDS[backend].bind(build_codec(method, options, side, head_dim, heads, dtype, device))
+    half = head_dim // 2
+    rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))  # halves are paired
+    if method == "commvq":
+        options = options.model_copy(update={"codebooks": random_codebooks(head_dim, heads, options)})
+    context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, device, rope)
+    codec = BACKENDS[backend].bind(get_method(method)(options, context))
     if packed % codec.group:
         raise ValueError(f"packed tokens must be a multiple of {codec.group} for {method} (got {packed})")
     count = max(packed if codes == "encoded" else 128, *windows)
@@ -169,8 +146,8 @@ def encoded_side(
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
-        rope = None if track is None else track.read(0, packed)
-        store.append(BACKENDS[backend].encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
+        factors = None if track is None else track.read(0, packed)
+        store.append(BACKENDS[backend].encoded(codec, tokens[:, :, :packed], factors), packed, growing=True)
     else:
         store.make_static(packed)
         store.tokens = packed

@@ -19,17 +19,13 @@ def median_ms(
 ) -> float:
     """Median milliseconds of a call. On a GPU by its events, and with an L2 cache full of other, unchanged data.
 
-    Args:
-        call: the function to time.
-        device: where it runs.
-        repeats: number of timed calls.
-        warmup: number of calls before them, at most `repeats`.
-        flushes: how often `FLUSH_BYTES` are read before a call; more for calls that keep Python busy longer.
+    At most `warmup` calls go before the timed ones. `FLUSH_BYTES` are read `flushes` times before each, more often for
+    calls that keep Python busy longer.
     """
     for _ in range(min(warmup, repeats)):
         call()
     times = []
-    other = _other_data(device)
+    other = torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 0, device=device)
     for _ in range(repeats):
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -45,10 +41,6 @@ def median_ms(
             call()
             times.append(1000 * (time.perf_counter() - begun))
     return statistics.median(times)
-
-
-def _other_data(device: torch.device) -> torch.Tensor:
-    return torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 0, device=device)
 
 
 def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -33,7 +33,8 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Number of timed calls; the median counts.", min=1, max=10_000)] = 20,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 (default on GPUs), float16 or, on CPUs only, float32 (default there).")
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Dtype of the model; by default bfloat16 on GPUs and float32 on CPUs."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.", dir_okay=False)] = None,
@@ -43,16 +44,14 @@ def bench(
         from kvcache_compress.bench.run import run_bench
 
     with errors_as_lines(), console.status("measuring ...") as status:
-        result = run_bench(
-            model, preset or [], batch or [1], tokens or [], repeats=repeats, dtype=dtype, device=device, output=output,
+        rows, shape, bandwidth, title = run_bench(
+            model, preset or [], batch or [], tokens or [], repeats=repeats, dtype=dtype, device=device, output=output,
             on_row=lambda row: status.update(escape(f"measuring ... {_named(row)} done")),
         )  # fmt: skip
-    console.print(_table(result.rows, result.bandwidth, result.title))
-    heads = (
-        f"{result.shape.query_heads} query heads, {result.shape.kv_heads} key/value heads of {result.shape.head_dim}"
-    )
-    console.print(f"{heads}. A copy in this memory reads and writes {result.bandwidth:.1f} GB/s.")
-    failed = [row for row in result.rows if row.error or row.invalid]
+    console.print(_table(rows, bandwidth, title))
+    heads = f"{shape.query_heads} query heads, {shape.kv_heads} key/value heads of {shape.head_dim}"
+    console.print(f"{heads}. A copy in this memory reads and writes {bandwidth:.1f} GB/s.")
+    failed = [row for row in rows if row.error or row.invalid]
     for row in failed:
         why = row.error or f"the time does not count: {row.invalid}"
         console.print(escape(f"{_named(row)}: {why}"), style="red")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,73 +42,53 @@ def calibrate(
     device: Annotated[str | None, typer.Option(help="Device; by default the GPU if there is one.")] = None,
 ) -> None:
     """Calibrate a method on your model and write the result to a file: CommVQ's codebooks, or spectral's statistics."""
-    common = {"tokens": tokens}
     commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
-    commvq |= {"centres": centres, "groups": groups}
+    commvq |= {"centres": centres, "groups": groups, "quick": quick or None}
     own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
+    started = time.perf_counter()
     with errors_as_lines():
         if method not in own:
             raise ValueError(f"method={method!r}: must be {' or '.join(own)}; other methods need no calibration")
-        others = [
-            name for other, options in own.items() if other != method for name in options if options[name] is not None
-        ]
-        if others or (quick and method != "commvq"):
-            raise ValueError(f"--{(*others, 'quick')[0].replace('_', '-')}: not an option of method {method!r}")
-        chosen = {name: value for name, value in (common | own[method]).items() if value is not None}
+        for name, value in (own["spectral"] if method == "commvq" else own["commvq"]).items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')}: not an option of method {method!r}")
+        chosen = {name: value for name, value in ({"tokens": tokens} | own[method]).items() if value is not None}
         with importing():
+            import torch
+
+            from kvcache_compress.eval.runner.progress import ProgressLine
+            from kvcache_compress.files.lock import only_one
+            from kvcache_compress.files.model_file import check_output
             from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
             from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
+            from kvcache_compress.modeling.calibration.text import check_files
+            from kvcache_compress.modeling.loading import load_model
+            from kvcache_compress.validation import usable_device
 
-        if method == "commvq":
-            commvq_settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
-            with _calibration(model, text, output, device) as (loaded, tokenizer, report):
-                losses = calibrate_commvq(loaded, tokenizer, text, output, commvq_settings, report=report)
-                console.print(_loss_table(losses))
-        else:
+        settings: Any
+        if method == "spectral":
             settings = SpectralSettings(**chosen)
-            with _calibration(model, text, output, device) as (loaded, tokenizer, report):
-                gains = calibrate_spectral(loaded, tokenizer, text, output, settings, report=report).values()
-                console.print(
-                    f"gain of the transform in bits per number, over layers: {min(gains):.2f} to {max(gains):.2f}, "
-                    f"mean {statistics.fmean(gains):.2f}"
-                )
+        else:
+            settings = CommVQSettings.quick(**chosen) if chosen.pop("quick", False) else CommVQSettings(**chosen)
+        check_output(output)
+        check_files(text)
+        place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+        loaded, tokenizer = load_model(model, dtype=dtype, device=place)
+        line = ProgressLine()
+        run: Any = calibrate_spectral if method == "spectral" else calibrate_commvq
+        with only_one(output.with_name(f".{output.name}.lock")):
+            found = run(
+                loaded, tokenizer, text, output, settings, report=lambda doing, done, total: line(done, total, doing)
+            )
+    console.print(_gains(found) if method == "spectral" else _loss_table(found))
+    minutes, size = (time.perf_counter() - started) / 60, output.stat().st_size / 2**20
+    console.print(f"{output}: {size:.1f} MiB in {minutes:.1f} minutes", soft_wrap=True)
 
 
-@contextmanager
-def _calibration(model: str, text: Sequence[str], output: Path, device: str | None) -> Iterator[tuple[Any, Any, Any]]:
-    """Load a model to calibrate, show progress within the block, and print time, size and memory after it.
-
-    Yields the model, its tokenizer and a callback for progress.
-
-    Raises:
-        ValueError: the device does not exist, the output cannot be written or texts are missing. All of these are
-            raised before the model is loaded.
-    """
-    import resource
-
-    import torch
-
-    from kvcache_compress.eval.runner.progress import ProgressLine
-    from kvcache_compress.files.lock import only_one
-    from kvcache_compress.files.model_file import check_output
-    from kvcache_compress.modeling.calibration.text import check_files
-    from kvcache_compress.modeling.loading import load_model
-    from kvcache_compress.validation import usable_device
-
-    started = time.perf_counter()
-    check_output(output)
-    check_files(text)
-    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    loaded, tokenizer = load_model(model, dtype=torch.float32 if place.type == "cpu" else torch.bfloat16, device=place)
-    line = ProgressLine()
-    with only_one(output.with_name(f".{output.name}.lock")):
-        yield loaded, tokenizer, lambda doing, done, total: line(done, total, doing)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    minutes = (time.perf_counter() - started) / 60
-    size = output.stat().st_size / 2**20
-    console.print(
-        f"{output}: {size:.1f} MiB in {minutes:.1f} minutes, peak memory {peak / 2**30:.2f} GiB", soft_wrap=True
-    )
+def _gains(found: dict[int, float]) -> str:
+    least, mean, most = min(found.values()), statistics.fmean(found.values()), max(found.values())
+    return f"gain of the transform in bits per number, over layers: {least:.2f} to {most:.2f}, mean {mean:.2f}"
 
 
 def _loss_table(losses: dict[str, Any]) -> Table:

@@ -29,19 +29,19 @@ def demo(
         console.print(
             f"\n[bold]A text of {shown.prompt_tokens} tokens with a pass key in its middle, and the question:[/bold]"
         )
-        runs = []
+        runs = {}
         for name in shown.names:
             console.print(f"[bold]{name}:[/bold] [dim]{QUESTION}[/dim]", end="")
-            runs.append(shown.answer(name, lambda text: print(text, end="", flush=True)))
-            console.print("\n")
+            runs[name] = shown.answer(name)
+            console.print()
         console.print("Measuring the loss ...")
         losses = shown.losses()
     table = Table()
     for heading in ("cache", "memory", "first token", "each further", "KL", "same top"):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
-    for run in runs:
-        loss = "{:.4f} {:.3f}".format(*losses[run.name]).split() if run.name in losses else ("0", "1.000")
-        table.add_row(run.name, size_text(run.held), f"{run.first:.1f} s", f"{1000 * run.step:.0f} ms", *loss)
+    for name, (first, step, held) in runs.items():
+        loss = "{:.4f} {:.3f}".format(*losses[name]).split() if name in losses else ("0", "1.000")
+        table.add_row(name, size_text(held), f"{first:.1f} s", f"{1000 * step:.0f} ms", *loss)
     console.print(table)
     console.print(
         "Memory counts uncompressed numbers as 16 bits; dense windows, tables and spare capacity matter less in longer "

@@ -10,9 +10,6 @@ from rich.table import Table
 
 from .console import COMPARED, console
 
-SCORES = {"kl": 4, "kl_999": 3}
-"""Measured losses of presets that are shown, and their decimals."""
-
 
 def presets(
     everything: Annotated[bool, typer.Option("--all", help="Show all presets, not only the recommended ones.")] = False,
@@ -31,7 +28,7 @@ def presets(
         about = summary(BUDGETS.get(name, name))
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
         same = next((known for known in (name, aliases.get(name)) if known in losses), None)
-        loss = [f"{losses[same][score]:.{digits}f}" if same else "-" for score, digits in SCORES.items()]
+        loss = [f"{losses[same]['kl']:.4f}", f"{losses[same]['kl_999']:.3f}"] if same else ["-", "-"]
         table.add_row(name, *bits, *loss, about)
     console.print(table)
     console.print("D: bits per packed number at this head dimension, with everything counted.")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
 from kvcache_compress.validation import MOST_TOKENS
 
@@ -55,9 +52,8 @@ def tune(
     """Find the best cache for a model within a budget, layer by layer, and write its config; resumable."""
     with importing():
         from kvcache_compress.eval.runner.progress import ProgressLine
-        from kvcache_compress.eval.tuning.run import tune_config, verify_config
+        from kvcache_compress.eval.tuning.run import loss_text, tune_config, verify_config
 
-    started = time.perf_counter()
     common: dict[str, Any] = {"prefix": prefix, "codebooks": codebooks, "statistics": statistics, "dtype": dtype}
     common |= {"device": device, "on_progress": ProgressLine()}
     with errors_as_lines():
@@ -74,15 +70,6 @@ def tune(
                 check_texts=check_text or [], base=base, sinks=sinks, recent=recent,
                 windows=windows, scored=scored, **levels, **common,
             )  # fmt: skip
-    table = Table(title=escape(result.title), box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("cache", "bits", "KL", "99.9 %", "same top", "perplexity"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=heading != "cache")
+    console.print(escape(f"{result.title}:"))
     for name, loss in result.losses.items():
-        spread = f" ± {loss['kl_stderr']:.4f}" if "kl_stderr" in loss else ""
-        cells = f"{loss['packed_bits']:.3f}", f"{loss['kl']:.4f}{spread}", f"{loss['kl_999']:.3f}"
-        table.add_row(escape(name), *cells, f"{loss['top1']:.3f}", f"{loss['perplexity']:.2f}")
-    console.print(table)
-    if result.expected is not None:
-        minutes = (time.perf_counter() - started) / 60
-        expected = "{:.4f}, and {:.4f} with equal bits everywhere".format(*result.expected)
-        console.print(escape(f"{output}: {minutes:.1f} minutes. The KL expected from the measurements was {expected}."))
+        console.print(escape(f"{name}: {loss_text(loss)}"), soft_wrap=True)

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from kvcache_compress.bench import run
 from kvcache_compress.bench.decode import DecodeTime
-from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.cli import app
 
 runner = CliRunner(env={"COLUMNS": "80"})
@@ -62,8 +61,8 @@ def test_models_in_16_bits() -> None:
 
 def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> None:
     LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=32, hidden_size=64).save_pretrained(tmp_path)
-    assert run.attention_shape(str(tmp_path)) == Shape(8, 2, 32)
-    assert run.attention_shape("qwen2.5-7b") == SHAPES["qwen2.5-7b"]
+    result = runner.invoke(app, [*FEW, "--preset", "turboquant-4bit", "--model", str(tmp_path)])
+    assert "8 query heads, 2 key/value heads of 32. A copy" in result.output
     T5Config().save_pretrained(tmp_path)
     result = runner.invoke(app, [*FEW, "--model", str(tmp_path)])
     assert result.exit_code == 1

@@ -36,7 +36,6 @@ class LongBench(Benchmark):
 
     kind: ClassVar[str] = "longbench"
     main_score: ClassVar[str] = "average"
-    limits_itself: ClassVar[bool] = True
 
     limit: int | None = Field(default=None, ge=1, description="Most rows of each task to take; all by default.")
     version: Version = Field(default="v1", description="LongBench, or LongBench-E (even lengths).")
@@ -79,17 +78,18 @@ class LongBench(Benchmark):
         has_template = bool(getattr(tokenizer, "chat_template", None))
         chat = self.chat_template == "on" or (self.chat_template == "auto" and has_template and row.task.chat)
         before, after = templates[row.task].fill(row.context, row.input)
-        encoded = encode_prompt(tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question)
+        prompt, question, cut = encode_prompt(
+            tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question
+        )
         data = {
             "task": row.task.name,
             "answers": list(row.answers),
             "classes": list(row.classes),
             "labels": [] if row.band is None else [row.band],
             "max_new_tokens": new,
-            "cut": encoded.cut,
+            "cut": cut,
         }
-        name = f"{row.task.name}/{row.number}"
-        return make_sample(name, encoded.prompt, encoded.question, data, cached_question=self.cached_question)
+        return make_sample(f"{row.task.name}/{row.number}", prompt, question, data, cached_question=True)
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         """Generate greedily, and keep the best score over all right answers.
@@ -108,13 +108,8 @@ class LongBench(Benchmark):
         )
         counted = first_line(prediction) if task.first_line else prediction
         score = best_score(task.metric, counted, data["answers"], data["classes"])
-        return {
-            "task": task.name,
-            "labels": list(data["labels"]),
-            "prediction": prediction,
-            "score": score,
-            "cut": data["cut"],
-        }
+        about = {"task": task.name, "labels": list(data["labels"]), "cut": data["cut"]}
+        return {**about, "prediction": prediction, "score": score}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Scores in per cent.

@@ -153,11 +153,6 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     ]
 
 
-def length_band(length: int) -> str:
-    """LongBench-E's band of a length in words (characters for Chinese)."""
-    return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
-
-
 def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
     """The rows of one configuration of a dataset on the hub.
 
@@ -202,6 +197,7 @@ def _parse(raw: dict[str, Any], task: Task, number: int, version: Version, where
     answers = [raw["answers"]] if isinstance(raw["answers"], str) else raw["answers"]
     if not (isinstance(answers, list) and answers and all(isinstance(text, str) for text in answers)):
         raise ValueError(f"{where}: answers={quoted(answers)} must be a text or a list of texts, with at least one")
-    band = length_band(int(raw["length"])) if version == "e" else None
+    length = int(raw["length"]) if version == "e" else None
+    band = None if length is None else "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
     classes = tuple(raw.get("all_classes") or ())
     return Row(task, number, str(raw["context"]), str(raw["input"]), tuple(answers), classes, band)

@@ -12,9 +12,6 @@ import evaluate
 
 from kvcache_compress.eval.tasks.longbench.scores import METRICS, best_score
 
-DESCRIPTION = "LongBench's metrics, 0 to 1: the best score over a sample's right answers, averaged over samples."
-CITATION = "Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, arXiv:2308.14508"
-
 
 class LongBenchMetric(evaluate.Metric):
     """The metric of `scores.METRICS` that the configuration names."""
@@ -24,10 +21,9 @@ class LongBenchMetric(evaluate.Metric):
             raise ValueError(f"metric={self.config_name!r}: must be one of {', '.join(METRICS)}")
         texts = datasets.Value("string")
         return evaluate.MetricInfo(
-            description=DESCRIPTION,
-            citation=CITATION,
-            inputs_description="predictions: texts; references: a list of right answers for each; classes: names of "
-            "all classes, for classification",
+            description="The best score, 0 to 1, over a sample's right answers, averaged over samples.",
+            citation="Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, 2023",
+            inputs_description="predictions: texts; references: right answers of each; classes: for classification",
             features=datasets.Features({"predictions": texts, "references": datasets.Sequence(texts)}),
         )
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,17 +68,9 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
     return {task: Template.parse(texts[task.name], f"{name}, {task.name}") for task in tasks}
 
 
-class EncodedPrompt(NamedTuple):
-    """Token ids of a prompt and, if it is split off, of the question; and the number of tokens cut from the middle."""
-
-    prompt: list[int]
-    question: list[int]
-    cut: int
-
-
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, chat: bool, limit: int | None, split: bool
-) -> EncodedPrompt:
+) -> tuple[list[int], list[int], int]:
     """Tokenize a prompt. One that is too long loses its middle, as in the benchmark.
 
     Args:
@@ -89,6 +80,9 @@ def encode_prompt(
         chat: put the text into the tokenizer's chat template, as the user's message.
         limit: most tokens of the whole prompt; None for any number.
         split: split off the text after the context as the question.
+
+    Returns:
+        Token ids of the prompt and of the question, and the number of tokens cut from the middle.
 
     Raises:
         ValueError: The limit leaves no room for two tokens beside the chat template's, or there is no chat template.
@@ -106,8 +100,8 @@ def encode_prompt(
         tail = tail[-half:]
     cut, context = length - len(body), len(body) - len(tail)
     if not split:
-        return EncodedPrompt([*opening, *body, *closing], [], cut)
-    return EncodedPrompt([*opening, *body[:context]], [*body[context:], *closing], cut)
+        return [*opening, *body, *closing], [], cut
+    return [*opening, *body[:context]], [*body[context:], *closing], cut
 
 
 def _chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -1,19 +1,22 @@
-"""The commands of `kvcache-compress eval`."""
+"""The commands of `kvcache-compress eval`: one per benchmark, `compare` and `report`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from kvcache_compress.eval.reporting.report import write_report
+from kvcache_compress.eval.runner import comparison as comparisons
+from kvcache_compress.eval.runner.processes import LaunchedProcesses
+from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.tasks import BENCHMARKS
 
 from ..console import errors_as_lines
-from .benchmarks import benchmark_command
-from .compare import compare
-from .report import report
+from .benchmarks import benchmark_command, show
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks and studies of compressed caches.")
 
@@ -24,6 +27,43 @@ def _add_command(name: str, run: Callable[..., None]) -> None:
     def command(**values: Any) -> None:
         with errors_as_lines():
             run(**values)
+
+
+def compare(
+    file: Annotated[Path, typer.Argument(help="YAML file with models, caches, benchmarks and output.")],
+    output: Annotated[Path | None, typer.Option(help="File of results (.jsonl), instead of the file's.")] = None,
+) -> None:
+    """Compare caches on models and benchmarks; write a table of results and its report."""
+    processes = LaunchedProcesses()
+    main_process = processes.index == 0
+    try:
+        comparison = comparisons.Comparison.read(file)
+        if output is not None:
+            comparison = comparison.model_copy(update={"output": output})
+        try:
+            cells, problems = comparisons.compare(comparison, processes, ProgressLine() if main_process else None)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    finally:
+        processes.close()
+    if main_process:
+        for benchmark in dict.fromkeys(cell.key[:2] for cell in cells):
+            show([cell for cell in cells if cell.key[:2] == benchmark])
+        for problem in problems:
+            typer.echo(f"error: {problem}", err=True)
+        if cells:
+            write_report(comparison.output)
+            typer.echo(f"report: {comparison.output.with_suffix('.html')}")
+    if problems or any(cell.error is not None for cell in cells):
+        raise typer.Exit(1)
+
+
+def report(
+    file: Annotated[Path, typer.Argument(help="Results of a comparison (.jsonl), finished or not.")],
+) -> None:
+    """Write a comparison's report: one HTML file, and its plots."""
+    for path in write_report(file):
+        typer.echo(path)
 
 
 for _benchmark in BENCHMARKS:

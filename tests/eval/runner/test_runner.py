@@ -39,19 +39,13 @@ class Toy(Benchmark):
     shift: int = 0
     tokens: int = 80
     fails: str = ""
-    same_prompt: bool = False
     ids: tuple[str, ...] = ("s0", "s1", "s2")
 
     def samples(self, model: PreTrainedModel, tokenizer: Any) -> list[Sample]:
         prompts = [torch.arange(self.tokens)[None] * 3 + number for number in range(self.count)]
         return [
-            Sample(
-                self.ids[number],
-                prompts[0] % 64 if self.same_prompt else prompt % 64,
-                {"shift": self.shift * (number == 1)},
-                prompt[:, :5] % 64,
-            )
-            for number, prompt in enumerate(prompts)
+            Sample(self.ids[number], prompt % 64, {"shift": self.shift * (number == 1)}, prompt[:, :5] % 64)
+            for number, prompt in enumerate(prompts[: self.limit])
         ]
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: Any) -> Record:
@@ -284,9 +278,3 @@ def test_files_that_are_no_tables_are_left_alone(content: str, model: LlamaForCa
     assert table.read_text() == content
     with pytest.raises(ValueError, match=r"output='.*results\.json'"):
         ResultTable(table.with_suffix(".json"))
-
-
-def test_samples_of_one_prompt_share_its_prefill(model: LlamaForCausalLM) -> None:
-    _, packed = run(model, None, Toy(same_prompt=True))
-    assert [record["prefill_seconds"] > 0 for record in packed.records] == [True, False, False]
-    assert len({record["value"] for record in packed.records}) == 3, "the questions differ"

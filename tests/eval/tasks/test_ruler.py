@@ -69,8 +69,7 @@ def test_generation_length_of_each_task(model: LlamaForCausalLM, tmp_path: Path,
     (sample,) = Ruler(data=path).samples(model, Characters())
     run = GivenRun(text="8")
     Ruler(data=path).score(run, sample, Characters())
-    assert run.config is not None
-    assert run.config.max_new_tokens == new_tokens
+    assert run.most == new_tokens
     (sample,) = Ruler(data=path, max_new_tokens=7).samples(model, Characters())
     assert sample.data["max_new_tokens"] == 7
 

@@ -84,11 +84,10 @@ def test_forced_answer_by_hand() -> None:
 def test_generated_text_ends_where_the_model_ends() -> None:
     run = GivenRun(text="yes\x01")
     assert generate_text(run, Characters(), 7) == "yes"
-    assert run.config is not None
-    assert (run.config.max_new_tokens, run.config.do_sample, run.config.eos_token_id) == (7, False, None)
+    assert (run.most, run.ends) == (7, [])
     run.prefill.model.generation_config = SimpleNamespace(eos_token_id=[4, 5])
     generate_text(run, Characters(), 7)
-    assert run.config.eos_token_id == [4, 5]
+    assert run.ends == [4, 5]
 
 
 def test_too_long_for_the_model() -> None:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 START = 1
 
@@ -72,7 +72,7 @@ class GivenRun:
     def __init__(self, *, logits: torch.Tensor | None = None, text: str = "") -> None:
         self.logits, self.text = logits, text
         self.fed: list[int] = []
-        self.config: GenerationConfig | None = None
+        self.most, self.ends = 0, [0]
         self.prefill = SimpleNamespace(model=SimpleNamespace(generation_config=None))
 
     def forced(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
@@ -80,6 +80,6 @@ class GivenRun:
         assert self.logits is not None
         return self.logits[: len(tokens) + 1]
 
-    def generate(self, config: GenerationConfig) -> torch.Tensor:
-        self.config = config
+    def generate(self, most: int, ends: list[int], _: int) -> torch.Tensor:
+        self.most, self.ends = most, ends
         return torch.tensor([ord(character) for character in self.text])

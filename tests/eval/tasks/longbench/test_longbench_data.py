@@ -146,9 +146,9 @@ def test_prompts_lose_their_middle() -> None:
     """A token per letter, and one at the start; the chat template has six before the message and eleven after it."""
 
     def encode(limit: int | None, *, chat: bool = False, split: bool = False) -> tuple[str, str, int]:
-        encoded = encode_prompt(Characters(), "abcdef", "xyz", chat=chat, limit=limit, split=split)  # type: ignore[arg-type]
-        prompt, question = ("".join(map(chr, part)) for part in (encoded.prompt, encoded.question))
-        return prompt, question, encoded.cut
+        *ids, cut = encode_prompt(Characters(), "abcdef", "xyz", chat=chat, limit=limit, split=split)  # type: ignore[arg-type]
+        prompt, question = ("".join(map(chr, part)) for part in ids)
+        return prompt, question, cut
 
     assert encode(10) == ("\1abcdefxyz", "", 0)
     assert encode(9) == ("\1abcdfxyz", "", 1)

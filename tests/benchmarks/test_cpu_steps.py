@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from cpu import measure_steps
 from support.models.small_model import VOCAB, small_model
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_compress.attention.interface import attends_fused
-from kvcache_compress.bench.steps import measure_steps
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.storage.view import record_paths
@@ -39,21 +38,19 @@ def test_every_cache_gets_the_prompt_and_all_steps() -> None:
     ids = torch.randint(1, VOCAB, (1, 120))
     specs = [watched("full"), watched("turboquant-4bit@sinks=4,recent=8")]
     rows = measure_steps(model, specs, ids, steps=3, prefills=2)
-    assert [(row.cache, row.tokens, row.error) for row in rows] == [(spec.name, 120, None) for spec in specs]
-    assert rows[0].ratio == rows[0].prefill_ratio == 1
-    assert all(0 < row.step_ms < 1e3 * row.decode_seconds and row.prefill_seconds > 0 for row in rows)
+    assert [(row["cache"], row["tokens"], row["error"]) for row in rows] == [(spec.name, 120, None) for spec in specs]
+    assert rows[0]["ratio"] == rows[0]["prefill_ratio"] == 1
+    assert all(0 < row["step_ms"] < 1e3 * row["decode_seconds"] and row["prefill_seconds"] > 0 for row in rows)
     # Each is warmed up, then each takes the prompt twice, and the steps.
     assert [cache.get_seq_length() for cache in made] == [120] * 4 + [123] * 2
     assert made[-1].packed_tokens > 0
-    assert not attends_fused(model)
 
 
 def test_a_cache_that_fails_says_why() -> None:
     broken = replace(full_cache(), name="broken", make=lambda model: Broken())
     full, failed = measure_steps(small_model(), [full_cache(), broken], torch.randint(1, VOCAB, (1, 20)), steps=2)
-    assert failed.error == "RuntimeError: no step"
-    assert failed.step_ms is None
-    assert full.step_ms is not None
+    assert failed == {"cache": "broken", "tokens": 20, "error": "RuntimeError: no step"}
+    assert full["step_ms"] > 0
 
 
 def test_fused_attention_is_used() -> None:
