@@ -19,7 +19,7 @@ from pydantic import field_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
+from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers.scalar import quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
@@ -139,11 +139,9 @@ class QJLCodec(LinearCodec):
             fields += (*code_fields(1, sketch.rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure `mean` and `factors`, and the channels' `energy` `[H, D]` if some have a sketch of their own."""
-        statistics = super().measure(x, queries, moments)
+        statistics = super().measure(x, queries)
         if self.options.outlier_channels:
             statistics["energy"] = self.equalize(x, statistics).square().sum(dim=(0, 2))
         return statistics

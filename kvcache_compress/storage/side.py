@@ -99,9 +99,8 @@ class SideState:
                 x = x[:1] if self.codec.per_prompt else x
                 if padding := self.padding.rows:
                     x = padding.without(x, self.codec.context.sink_tokens, first)
-                if self.codec.per_prompt:  # must be fitted before the rows of the batch diverge
-                    self.codec.prepare(x)
-                self.prepared = self.codec.per_prompt or self.codec.learn(x)
+                # One that fits a single prompt must be fitted before the rows of the batch diverge.
+                self.prepared = self.codec.prepare(x, may_wait=not self.codec.per_prompt)
         return self.prepared
 
     def observe(self, call: AttentionCall | None, recent: int, at: torch.Tensor | None = None) -> None:
@@ -182,8 +181,6 @@ class SideState:
             if name.startswith("statistics."):
                 _, first, part = name.split(".")
                 by_start.setdefault(int(first), {})[part] = x.to(device, copy=True)
-        if not all(start < max(1, packed) and start % self.codec.group == 0 for start in by_start):
-            raise ValueError(f"damaged: its eras begin at tokens {sorted(by_start)} of {packed}")
         if prepared:
             self.eras = tuple(Era(start, copy.copy(self.codec)) for start in sorted(by_start))
             for start, codec in self.eras:

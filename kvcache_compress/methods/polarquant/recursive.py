@@ -18,7 +18,7 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import Field, check_head_dim
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
+from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
@@ -132,11 +132,9 @@ class PolarQuantRecursiveCodec(LinearCodec):
             basis = random_rotation(dim, seed)
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure `mean` and `factors` of keys, `angles1`, ... of online codebooks, and the range of 8-bit radii."""
-        statistics = super().measure(x, queries, moments)
+        statistics = super().measure(x, queries)
         y = self._to_code_space(x, statistics)
         if self.options.codebook == "online":
             angles = polar_tree.angles(y, len(self.tree.levels))
