@@ -124,8 +124,6 @@ class Codec(ABC):
     """True if prompt chunks may use C++ attention; False if code space is much wider than a head."""
     bit_choices: ClassVar[tuple[float, ...]] = ()
     """Values of the option `bits` that a `BitBudget` chooses among; empty if it cannot change the method's bits."""
-    per_prompt: bool = False
-    """True if the statistics fit a single prompt; batches of several prompts are then refused."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options

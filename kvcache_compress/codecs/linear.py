@@ -71,7 +71,7 @@ class LinearCodec(Codec):
         return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()
 
     def least_tokens(self, in_step: bool = False) -> int:
-        return FEWEST if self.equalized and not self.per_prompt else 0
+        return FEWEST if self.equalized else 0
 
     def prepare(self, x: torch.Tensor, may_wait: bool = False) -> bool:
         """As in the base class; keys with outlier channels wait for queries, on which the factors depend too."""

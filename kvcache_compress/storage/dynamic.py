@@ -15,10 +15,10 @@ from kvcache_compress.codecs.mask import AttentionCall
 
 from .backend import Backend
 from .bit_budget import BitBudget, output_losses
-from .checks import PackableChecks, same_prompt
+from .checks import PackableChecks
 from .eras import MOST_ERAS, Watch
 from .shared.rope_track import RopeTrack
-from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
+from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from .view import View
 
 
@@ -162,8 +162,6 @@ class DynamicStorage:
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, length: int, held: int) -> tuple[View, View]:
         count = keys.shape[2]
-        if not length:
-            self._begin({"keys": keys, "values": values})
         if self.track is not None:
             self.track.extend(length, keys, already_written=not self.leads_track)
         prompt = count > (MAX_DRAFT_TOKENS if length else MAX_DECODE_TOKENS)
@@ -291,30 +289,14 @@ class DynamicStorage:
             elif leaving:
                 self.checks.add(side, x[:, :, :leaving])
 
-    def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:
-        """Prepare codecs that fit a single prompt from its first tokens `[B, H, T, D]`: both sides or neither.
-
-        Raises:
-            ValueError: the batch has several prompts, or a vector cannot be packed.
-        """
-        online = {side: state for side, state in self.sides.items() if state.codec.per_prompt and first[side].shape[2]}
-        for side, state in online.items():
-            self.checks.add(side, first[side])
-            if not same_prompt(first[side]):
-                raise ValueError(
-                    f"codebook='online' for {side} of {state.codec.name} needs a batch of one prompt, alone or "
-                    f"repeated for beams and samples (got {len(first[side])} prompts); use codebook='offline'"
-                )
-        for side, state in online.items():
-            state.prepare(*statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
-
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed; sinks count if there are few other tokens."""
         if self.due is not None or not self.tokens or all(state.prepared for state in self.sides.values()):
             return
         for state in self.sides.values():
-            written = torch.cat([state.sinks, state.tail.view()], 2)
-            if not state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent)):
+            sinks, others = state.sinks, state.tail.view()
+            few = others.shape[2] < max(1, self.windows.recent)
+            if not (state.prepare(torch.cat([sinks, others], 2), 0) if few else state.prepare(others, sinks.shape[2])):
                 return
 
     def _add_prompt(

@@ -25,13 +25,13 @@ from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
 from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
 from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.codecs.transforms.rotation import random_rotation
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
 
 from .codebooks import make_codebook, offline_codebook, online_codebook
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 RADIUS_CODES = 256
@@ -50,8 +50,8 @@ class PolarQuantRecursiveOptions(MethodOptions):
             prefill to 16 times the largest. Smaller radii become zero.
         precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
         shared_rotation: use one rotation for all layers.
-        codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first update.
-            With `online`, all rows of a batch must share one prompt (beams, several returned sequences).
+        codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first tokens,
+            of all rows of a batch together.
         scalar: scale of the radii: `match` (default for keys) keeps the norm, `unbiased` (default for values) inner
             products.
         center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
@@ -104,7 +104,6 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.per_prompt = options.codebook == "online"
         bits = options.level_bits(context.head_dim)
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"
@@ -210,8 +209,6 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         tables = [book.points for book in self.books]
         if self.radius_table is not None:
             tables.append(self.radius_table)

@@ -22,11 +22,11 @@ from kvcache_compress.codecs.linear import LinearCodec, Part, centred
 from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes, quantize, quarter_bounds, radii
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.codecs.transforms.centering import Center
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.rope import RopeLayout
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
@@ -189,8 +189,6 @@ class PolarQuantRopeCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         codes = self.codes
         numbers = (codes.angle_bits, codes.radius_bits, codes.tokens, round(2 * codes.offset))
         return cpu_side("pairs", numbers, [self.points], self.ready_basis(), self.mean)
