@@ -24,10 +24,10 @@ from kvcache_compress.codecs.quantizers.scalar import quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.codecs.transforms.equalization import Equalize
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MAX_RATIO = 4
@@ -203,7 +203,5 @@ class QJLCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         count = len(self.sketches)
         return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)

@@ -33,6 +33,7 @@ from kvcache_compress.codecs.quantizers.digits import (
     two_bit_levels,
 )
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
+from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.files.model_file import ModelFile
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.facts import head_shape
@@ -46,7 +47,6 @@ from .statistics_file import check_model, load_layer, read_statistics
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MEAN_UNIT = 64.0
@@ -241,8 +241,6 @@ class SpectralCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import CPUSide
-
         digits = self.digits
         maps = [self.directions, self.means]
         if self._order.diff().ne(1).any():

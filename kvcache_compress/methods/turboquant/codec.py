@@ -27,12 +27,12 @@ from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constan
 from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
 from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.codecs.transforms.rotation import random_rotation
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 
 from .components import Codebook, Estimator, build_components, channel_sets, component_bits
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
@@ -221,7 +221,5 @@ class TurboQuantCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
         return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)
