@@ -349,8 +349,9 @@ class LevelDecoder : public Decoder {
     std::vector<Field> fields;
   };
 
+  // The table is a copy, which no write to the tile can change, so that it stays in registers.
   template <class Levels>
-  void decode(const Component& part, const Levels& table, const Head& head, int64_t first, int64_t count,
+  void decode(const Component& part, const Levels table, const Head& head, int64_t first, int64_t count,
               float* tile) const {
     for (int64_t t = 0; t < count; ++t) {
       const float scale = *part.fields.back().row<Half>(head, first + t);
