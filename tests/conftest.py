@@ -58,11 +58,11 @@ def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_era(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics of the first prompt, however short, and never of later tokens."""
-    from kvcache_compress.methods.spectral import prefill
+    from kvcache_compress.codecs import base
     from kvcache_compress.storage import side
 
     for name in ("LEAST_TOKENS", "LEAST_IN_STEPS"):
-        monkeypatch.setattr(prefill, name, 0)
+        monkeypatch.setattr(base, name, 1)
     monkeypatch.setattr(side, "renewed", lambda codec, prompt: None)
 
 

@@ -1,4 +1,7 @@
-"""Call the C++ encoders, twins of the `quantize` functions in torch."""
+"""Call the C++ encoders, twins of the `quantize` functions in torch.
+
+The operators trust the shapes and the contiguous tensors that these functions, their only callers, pass.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.cache.estimate import ModelShape
-from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.codecs.base import LEAST_TOKENS, SIDES
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.runner.load import load
@@ -20,7 +20,6 @@ from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.eval.tasks.scoring import text_name
 from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.storage.dynamic import LEAST_TOKENS
 from kvcache_compress.validation import parse_size, quoted
 
 from .loss import measure_losses

@@ -12,41 +12,21 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvcache_compress.backends.tiled import TILED
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.mask import AttentionCall, Mask
-from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.view import AttentionPath, View
+from kvcache_compress.storage.view import AttentionPath, Owner, View
 
-
-class Layer(Protocol):
-    """The part of a compressed layer that the operators use.
-
-    Attributes:
-        number: the layer's number from `register`.
-        track: cos and sin that its codecs need, or None.
-    """
-
-    number: int
-    track: RopeTrack | None
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]:
-        """Store new keys and values `[B, H, n, D]` and return the views that this step attends to."""
-
-    def views(self) -> tuple[View, View]:
-        """Views of all keys and values, as the latest step attends to them."""
-
-
-_LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+_LAYERS: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(2)
 """Layer numbers. They start at 2 because compilers treat 0 and 1 as constants."""
 
 
-def register(layer: Layer, instead_of: int | None = None) -> int:
+def register(layer: Owner, instead_of: int | None = None) -> int:
     """Return a new number for this layer and invalidate its old number `instead_of`."""
     if instead_of is not None:
         _LAYERS.pop(instead_of, None)
@@ -55,21 +35,20 @@ def register(layer: Layer, instead_of: int | None = None) -> int:
     return number
 
 
-def _factors(layer: Layer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Take the step's cos and sin out of the layer, since compiled code does not see attributes set during tracing."""
-    return (None, None) if layer.track is None else layer.track.take()
+def trace(
+    layer: Owner, keys: torch.Tensor, values: torch.Tensor, tokens: int, views: bool
+) -> tuple[torch.Tensor | View, torch.Tensor | View]:
+    """Add the storing of keys and values `[B, H, n, D]` to the graph, and return those of all `tokens` tokens.
 
-
-def traced_views(layer: Layer, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> tuple[View, View]:
-    """Add `append` of keys and values `[B, H, n, D]` to the graph and return views of all `tokens` tokens."""
-    appended = append(keys, values, *_factors(layer), layer.number)
+    These are views with `append`, else decoded tensors `[B, H, tokens, D]` with `update`.
+    """
+    # Take cos and sin out of the layer, since compiled code does not see attributes set during tracing.
+    factors = (None, None) if layer.track is None else layer.track.take()
+    if not views:
+        return update(keys, values, *factors, layer.number, tokens)
+    appended = append(keys, values, *factors, layer.number)
     k_view = TracedView(layer.number, "keys", appended, keys, tokens)
     return k_view, TracedView(layer.number, "values", appended, values, tokens)
-
-
-def decoded(layer: Layer, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `update` to the graph and return the decoded keys and values of all `tokens` tokens, `[B, H, tokens, D]`."""
-    return update(keys, values, *_factors(layer), layer.number, tokens)
 
 
 class TracedView(View):
@@ -113,7 +92,7 @@ class TracedView(View):
         )
 
 
-def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> Layer:
+def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> Owner:
     layer = _LAYERS[number]
     if layer.track is not None and cos is not None and sin is not None:
         layer.track.inputs = (cos, sin)

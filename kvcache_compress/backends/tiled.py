@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, View
+from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, AttentionPath, View
 
 TILE_TOKENS = 4 * DECODE_CHUNK_TOKENS
 """Tokens per tile. Each merge reads and writes the output once, so larger tiles cost less."""
@@ -22,33 +22,29 @@ BLOCK_QUERIES = 1024
 heads if the mask differs by head."""
 
 
-class Tiled:
+class Tiled(AttentionPath):
+    """Attention over tiles of decoded tokens."""
+
     name = "tiled"
-    takes_token_masks, takes_padding_masks = False, True
+    takes_padding_masks = True
 
     def path(self, call: AttentionCall, keys: View, values: View) -> Tiled | None:
-        return self if supports(call, keys, values) else None
+        """Itself, if it supports this call's options, dtypes, head dimensions and device."""
+        query, dims = call.query, (keys.sinks.shape[3], values.sinks.shape[3])
+        if query.device.type == "cpu":
+            fits = dims[0] == dims[1] and query.dtype != torch.float64
+        else:
+            dtypes = [torch.float32, torch.float16]
+            if query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 8:
+                dtypes.append(torch.bfloat16)
+            fits = query.is_cuda and query.dtype in dtypes and not any(dim % 8 for dim in dims)
+        return self if fits and call.softcap is None and keys.slots is None else None
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         return attend(call, keys, values)
 
 
 TILED = Tiled()
-
-
-def supports(call: AttentionCall, keys: View, values: View) -> bool:
-    """Return True if `attend` supports this call's options, dtypes, head dimensions and device."""
-    query = call.query
-    if call.softcap is not None or keys.slots is not None:
-        return False
-    dims = keys.sinks.shape[3], values.sinks.shape[3]
-    if query.device.type == "cpu":
-        return dims[0] == dims[1] and query.dtype != torch.float64
-    if query.device.type != "cuda" or any(dim % 8 for dim in dims):
-        return False
-    if query.dtype == torch.bfloat16:
-        return torch.cuda.get_device_capability(query.device)[0] >= 8
-    return query.dtype in (torch.float32, torch.float16)
 
 
 def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:

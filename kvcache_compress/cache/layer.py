@@ -36,11 +36,6 @@ FLUSH_TOKENS = 32
 class CompressedLayer(CacheLayerMixin):
     """Cache of a full-attention layer whose older tokens are encoded, by one codec per side.
 
-    New tokens go to `tail`. Once it holds `flush_tokens` more than `recent_tokens`, the oldest are encoded and appended
-    to `packed`, where they never change again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs the earlier
-    tokens that are due. It then attends in full precision to itself and to all tokens that are still dense. So only
-    accepted tokens decide what is packed, and cropping a draft never unpacks a token.
-
     With `compression.max_cache_len` all buffers are allocated before the first token, masks and decoded tokens have
     that length (unused positions are zero), and statistics come from the first prompt. On a GPU, steps have fixed
     shapes and cannot raise: tokens that are not finite or too many raise at the next operation that is not a step.
@@ -262,8 +257,7 @@ class CompressedLayer(CacheLayerMixin):
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
-        trace = ops.traced_views if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
-        found: tuple[Any, Any] = trace(self, key_states, value_states, total)
+        found = ops.trace(self, key_states, value_states, total, views=self.fused and tokens <= MAX_DECODE_TOKENS)
         if self.max_cache_len is not None and self._keeps_counter(key_states):
             self.cumulative_length.add_(tokens)
         return found

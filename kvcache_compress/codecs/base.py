@@ -39,6 +39,10 @@ HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
 Their types belong to the kernels, which import this module."""
 
 
+LEAST_TOKENS, LEAST_IN_STEPS = 256, 512
+"""Fewest tokens to measure well, sinks left out: of a prompt, and of generated text, which waits dense until then."""
+
+
 class MethodOptions(StrictOptions):
     """Base class of a method's options."""
 
@@ -120,8 +124,6 @@ class Codec(ABC):
     """True if prompt chunks may use C++ attention; False if code space is much wider than a head."""
     bit_choices: ClassVar[tuple[float, ...]] = ()
     """Values of the option `bits` that a `BitBudget` chooses among; empty if it cannot change the method's bits."""
-    per_prompt: bool = False
-    """True if the statistics fit a single prompt; batches of several prompts are then refused."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options
@@ -145,43 +147,28 @@ class Codec(ABC):
         """True if layers without RoPE are refused; False if the codec works without what `rope_use` asks for."""
         return cls.rope_use(options, side) != "none"
 
-    @property
-    def least_tokens(self) -> int:
-        """Fewest tokens from which statistics can be measured now; 0 if they never change.
+    def least_tokens(self, in_step: bool = False) -> int:
+        """Fewest tokens from which statistics that depend on queries are measured; 0 if queries do not matter.
 
-        Fewer may suffice once there are some.
+        Fewer may suffice once there are statistics, and generated text (`in_step`) may wait for more.
         """
         return 0
-
-    @property
-    def least_in_steps(self) -> int:
-        """Fewest tokens to measure in generated text, which waits dense until then."""
-        return self.least_tokens
-
-    @property
-    def may_need_queries(self) -> bool:
-        """True if the statistics may also depend on queries; `learn` may then return False."""
-        return False
 
     @classmethod
     def check_model(cls, options: Any, side: Side, config: PreTrainedConfig, layer: int) -> None:
         """Raise `ValueError` if the method does not support this decoder layer; `layout` checks the head dimension."""
         return
 
-    def prepare(self, x: torch.Tensor) -> None:
-        """Measure and set the statistics on the first tokens `[B, H, T, head_dim]`; called once."""
-        self.set_statistics(self.measure(x))
+    def prepare(self, x: torch.Tensor, may_wait: bool = False) -> bool:
+        """Measure and set the statistics on the first tokens `[B, H, T, head_dim]`, without queries.
 
-    def learn(self, x: torch.Tensor) -> bool:
-        """Do `prepare` if `x` is enough; return False if `observe` must follow with queries."""
-        self.prepare(x)
+        With `may_wait`, a codec that needs queries too sets nothing and returns False; `observe` follows.
+        """
+        self.set_statistics(self.measure(x))
         return True
 
     def observe(self, prompt: Prompt) -> None:
-        """Measure and set the statistics on keys and queries, and blend in those that the codec has, if it likes.
-
-        Called if `learn` returned False, and whenever new statistics are tried.
-        """
+        """Measure and set the statistics on keys and queries, and blend in those that the codec has, if it likes."""
         keys, sinks = prompt.keys, prompt.sinks.shape[2]
         if prompt.padding is not None:
             keys = prompt.padding.without(keys, sinks, sinks)

@@ -29,13 +29,6 @@ class Part(NamedTuple):
     scale: torch.Tensor | None = None
 
 
-class Moments(NamedTuple):
-    """Mean of each key channel (None if keys are not centred) and RMS after centring, float32 `[H, D]`."""
-
-    mean: torch.Tensor | None
-    size: torch.Tensor
-
-
 class LinearCodec(Codec):
     """Base of codecs that implement `parts`; decoding and attention in code space follow from it.
 
@@ -77,39 +70,27 @@ class LinearCodec(Codec):
         """Divide `rows` `[H or 1, W, head_dim]` by the factors, so that they apply to tokens that are only centred."""
         return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()
 
-    @property
-    def least_tokens(self) -> int:
-        return FEWEST if self.equalized and not self.per_prompt else 0
+    def least_tokens(self, in_step: bool = False) -> int:
+        return FEWEST if self.equalized else 0
 
-    @property
-    def may_need_queries(self) -> bool:
-        return self.equalized
-
-    def learn(self, x: torch.Tensor) -> bool:
-        """As in the base class, but False if keys have outlier channels, whose factors depend on queries too."""
-        moments = self.moments(x) if self.equalized else None
-        if moments is not None and has_outliers(moments.size):
+    def prepare(self, x: torch.Tensor, may_wait: bool = False) -> bool:
+        """As in the base class; keys with outlier channels wait for queries, on which the factors depend too."""
+        if may_wait and self.equalized and has_outliers(self._moments(x)[1]):
             return False
-        self.set_statistics(self.measure(x) if moments is None else self.measure(x, moments=moments))
-        return True
+        return super().prepare(x)
 
-    def moments(self, keys: torch.Tensor) -> Moments:
-        """Measure mean and RMS of the channels of keys `[B, H, T, head_dim]`."""
+    def _moments(self, keys: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Mean of each channel (None if keys are not centred) and RMS after centring, float32 `[H, head_dim]`."""
         mean = mean_key(keys, "off" if self.center == "off" else "on")
-        return Moments(mean, channel_rms(centred(keys, mean)))
+        return mean, channel_rms(centred(keys, mean))
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
-        """Measure the keys' `mean` `[H, head_dim]`, if centred, and the `factors` `[H, head_dim]` of outlier channels.
-
-        `moments` are those of `x`, if already known.
-        """
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+        """Measure the keys' `mean` `[H, D]`, if centred, and the `factors` `[H, D]` of outlier channels."""
         factors = None
         if not self.equalized:
             mean = mean_key(x, self.center)
         else:
-            mean, size = moments or self.moments(x)
+            mean, size = self._moments(x)
             factors = channel_factors(size, x.shape[0] * x.shape[2], queries)
             if factors is not None:  # judge the size of the mean on equalized keys
                 mean = mean_key(x.float() / factors[:, None], self.center)

@@ -15,10 +15,10 @@ from pydantic import Field as Limits
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
+from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
@@ -95,8 +95,6 @@ class KIVICodec(Codec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import CPUSide
-
         group = self.options.group_size
         return CPUSide("groups", (self.options.bits, *((group, 1) if self.context.side == "keys" else (1, group))))
 

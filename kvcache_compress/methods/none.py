@@ -9,10 +9,10 @@ import torch
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from kvcache_compress.codecs.layout import Field
+from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 
@@ -47,6 +47,4 @@ class DenseCodec(Codec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import CPUSide
-
         return CPUSide("dense")

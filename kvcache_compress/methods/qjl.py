@@ -19,15 +19,15 @@ from pydantic import field_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
+from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers.scalar import quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.codecs.transforms.equalization import Equalize
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MAX_RATIO = 4
@@ -139,11 +139,9 @@ class QJLCodec(LinearCodec):
             fields += (*code_fields(1, sketch.rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure `mean` and `factors`, and the channels' `energy` `[H, D]` if some have a sketch of their own."""
-        statistics = super().measure(x, queries, moments)
+        statistics = super().measure(x, queries)
         if self.options.outlier_channels:
             statistics["energy"] = self.equalize(x, statistics).square().sum(dim=(0, 2))
         return statistics
@@ -205,7 +203,5 @@ class QJLCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         count = len(self.sketches)
         return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)

@@ -5,7 +5,7 @@ The operations here use plain PyTorch; a back end overrides those that it does f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -26,18 +26,8 @@ ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
 
 
-class Backend(ABC):
-    """Operations of a layer's steps. Stateless, so layers share one instance.
-
-    Attributes:
-        name: its name in configs and in `record_paths`.
-        takes_token_masks: as in `AttentionPath`.
-        takes_padding_masks: as in `AttentionPath`.
-    """
-
-    name: str
-    takes_token_masks: bool = False
-    takes_padding_masks: bool = False
+class Backend(AttentionPath):
+    """Operations of a layer's steps. Stateless, so layers share one instance; configs choose it by its `name`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -116,11 +106,3 @@ class Backend(ABC):
     def takes(self, call: AttentionCall, keys: View, values: View) -> bool:
         """True if `attend` is a fast way for this call to attend to packed tokens."""
         return call.query.shape[2] <= MAX_DECODE_TOKENS
-
-    @abstractmethod
-    def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
-        """Choose how a call attends to a layer; None means the model's own attention over decoded tokens."""
-
-    @abstractmethod
-    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-        """Attend to a layer; see `AttentionPath.attend`."""

@@ -8,20 +8,18 @@ from functools import partial
 
 import torch
 
+from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 
 from .backend import Backend
 from .bit_budget import BitBudget, output_losses
-from .checks import PackableChecks, same_prompt
+from .checks import PackableChecks
 from .eras import MOST_ERAS, Watch
 from .shared.rope_track import RopeTrack
-from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
+from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from .view import View
-
-LEAST_TOKENS, LEAST_IN_STEPS = 256, 512
-"""Fewest tokens on which bits are chosen, sinks left out: of a prompt, and in a step."""
 
 
 @dataclass(eq=False)
@@ -96,9 +94,9 @@ class DynamicStorage:
         keys = self.sides["keys"]
         if self.windows.capacity is not None or len(keys.eras) == MOST_ERAS:
             return 0
-        least = keys.codec.least_in_steps if in_step else keys.codec.least_tokens
+        least = keys.codec.least_tokens(in_step)
         if self._awaits_bits:
-            least = max(least, LEAST_IN_STEPS if in_step else LEAST_TOKENS)
+            least = max(least, base.LEAST_IN_STEPS if in_step else base.LEAST_TOKENS)
         return least
 
     @property
@@ -164,8 +162,6 @@ class DynamicStorage:
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, length: int, held: int) -> tuple[View, View]:
         count = keys.shape[2]
-        if not length:
-            self._begin({"keys": keys, "values": values})
         if self.track is not None:
             self.track.extend(length, keys, already_written=not self.leads_track)
         prompt = count > (MAX_DRAFT_TOKENS if length else MAX_DECODE_TOKENS)
@@ -214,7 +210,7 @@ class DynamicStorage:
         first, awaits_bits = self.sides["keys"].sinks.shape[2], self._awaits_bits
         for side, state in self.sides.items():
             ready = awaits_bits and state.prepare(tails[side], first)
-            if not ready and state.codec.may_need_queries:
+            if not ready and state.codec.least_tokens():
                 state.observe(call, self.windows.recent, at)
         self.due = None
         if awaits_bits:
@@ -263,35 +259,25 @@ class DynamicStorage:
     def _tails(self) -> dict[Side, torch.Tensor]:
         return {side: state.tail.view() for side, state in self.sides.items()}
 
-    def _learn(self, tails: Mapping[Side, torch.Tensor], first: int) -> bool:
-        """Take statistics from tails that start at token `first`; False if a codec needs queries too.
-
-        The other side is then not packed either.
-        """
-        return all(self.sides[side].prepare(tails[side], first) for side in self._sides_by_need())
-
     def _must_wait(
         self, tails: Mapping[Side, torch.Tensor], first: int, leaving: int, renews: bool, in_step: bool = False
     ) -> bool:
         """True if `leaving` tokens cannot be packed yet: `close` packs them (`due`), or too few are there to measure.
 
+        Tails start at token `first`. A side without statistics takes them from its tail, if it needs no queries.
         renews: True if statistics that the keys have already are measured again; ignored until bits are chosen.
         """
         watch = self.watch
         if self._awaits_bits:
             renews = True
         elif not (self._least_tokens() and self.sides["keys"].prepared):
-            renews = not self._learn(tails, first)
+            renews = not all(state.prepare(tails[side], first) for side, state in self.sides.items())
             if not renews:
                 watch.measured(self.packed_tokens + leaving, in_step=False)
         enough = tails["keys"].shape[2] >= self._least_tokens(in_step)
         self.due = leaving if renews and enough else None
         self.waiting = leaving if renews and not enough else 0
         return renews
-
-    def _sides_by_need(self) -> list[Side]:
-        """Sides whose codec may need queries, then the others."""
-        return sorted(self.sides, key=lambda side: not self.sides[side].codec.may_need_queries)
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
         """Check the vectors that are about to be encoded or that a codec takes statistics from."""
@@ -303,31 +289,14 @@ class DynamicStorage:
             elif leaving:
                 self.checks.add(side, x[:, :, :leaving])
 
-    def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:
-        """Prepare codecs that fit a single prompt from its first tokens `[B, H, T, D]`: both sides or neither.
-
-        Raises:
-            ValueError: the batch has several prompts, or a vector cannot be packed.
-        """
-        online = {side: state for side, state in self.sides.items() if state.codec.per_prompt and first[side].shape[2]}
-        for side, state in online.items():
-            self.checks.add(side, first[side])
-            if not same_prompt(first[side]):
-                raise ValueError(
-                    f"codebook='online' for {side} of {state.codec.name} needs a batch of one prompt, alone or "
-                    f"repeated for beams and samples (got {len(first[side])} prompts); use codebook='offline'"
-                )
-        for side, state in online.items():
-            state.prepare(*statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
-
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed; sinks count if there are few other tokens."""
         if self.due is not None or not self.tokens or all(state.prepared for state in self.sides.values()):
             return
-        for side in self._sides_by_need():
-            state = self.sides[side]
-            written = torch.cat([state.sinks, state.tail.view()], 2)
-            if not state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent)):
+        for state in self.sides.values():
+            sinks, others = state.sinks, state.tail.view()
+            few = others.shape[2] < max(1, self.windows.recent)
+            if not (state.prepare(torch.cat([sinks, others], 2), 0) if few else state.prepare(others, sinks.shape[2])):
                 return
 
     def _add_prompt(

@@ -146,8 +146,9 @@ def _losses(codecs: Sequence[Codec], prompt: Prompt, start: int) -> list[float]:
     tokens, rope = sampled_groups(prompt, group, start // group, TESTED_GROUPS)
     x = prompt.keys[:, :, tokens]
     errors = [codec.decode(codec.encode(x, rope), rope) - x.float() for codec in codecs]
-    assert prompt.queries is not None
-    query, cost = _costs(prompt.queries, prompt, sinks + tokens)
+    query, p, packed = attention(prompt)
+    p = torch.where(packed, p, 0.0)[..., sinks + tokens]
+    cost = p * (1 - p)
     return [float((cost * (query @ error.mT).square()).sum()) for error in errors]
 
 
@@ -158,13 +159,6 @@ def sampled_groups(prompt: Prompt, group: int, first: int, most: int) -> tuple[t
     chosen = torch.linspace(first, last, min(last + 1 - first, most), device=keys.device).round().long()
     tokens = (chosen[:, None] * group + torch.arange(group, device=keys.device)).flatten()
     return tokens, None if prompt.rope is None else (prompt.rope[0][:, chosen], prompt.rope[1][:, chosen])
-
-
-def _costs(call: AttentionCall, prompt: Prompt, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some queries `[B, H, R, D]`, and p (1 - p) of each for `tokens` `[n]`, zero for its recent tokens."""
-    query, p, packed = attention(replace(prompt, queries=call))
-    p = torch.where(packed, p, 0.0)[..., tokens]
-    return query, p * (1 - p)
 
 
 def real_tokens(prompt: Prompt) -> torch.Tensor:

@@ -149,14 +149,9 @@ class TailBuffer:
     def ensure_capacity(self, count: int) -> None:
         """Make room for `count` more tokens; the caller writes them and adds to `tokens`."""
         if self.tokens + count > self.buffer.shape[2]:
-            self._resize(self._capacity(self.tokens + count))
+            old, self.buffer = self.view(), self.new_buffer(self.tokens + count)
+            self.buffer[:, :, : self.tokens] = old
         self.buffer = _writable(self.buffer)
-
-    def _resize(self, capacity: int) -> None:
-        batch, heads, _, dim = self.buffer.shape
-        old = self.view()
-        self.buffer = old.new_empty(batch, heads, capacity, dim)
-        self.buffer[:, :, : self.tokens] = old
 
     def replace(self, x: torch.Tensor) -> None:
         """Replace the contents by a copy of `x` `[B, H, T, D]`; tensors from `view` keep the old contents."""

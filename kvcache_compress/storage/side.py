@@ -96,12 +96,9 @@ class SideState:
         """
         if not self.prepared:
             with on_device(x):
-                x = x[:1] if self.codec.per_prompt else x
                 if padding := self.padding.rows:
                     x = padding.without(x, self.codec.context.sink_tokens, first)
-                if self.codec.per_prompt:  # must be fitted before the rows of the batch diverge
-                    self.codec.prepare(x)
-                self.prepared = self.codec.per_prompt or self.codec.learn(x)
+                self.prepared = self.codec.prepare(x, may_wait=True)
         return self.prepared
 
     def observe(self, call: AttentionCall | None, recent: int, at: torch.Tensor | None = None) -> None:
@@ -182,8 +179,6 @@ class SideState:
             if name.startswith("statistics."):
                 _, first, part = name.split(".")
                 by_start.setdefault(int(first), {})[part] = x.to(device, copy=True)
-        if not all(start < max(1, packed) and start % self.codec.group == 0 for start in by_start):
-            raise ValueError(f"damaged: its eras begin at tokens {sorted(by_start)} of {packed}")
         if prepared:
             self.eras = tuple(Era(start, copy.copy(self.codec)) for start in sorted(by_start))
             for start, codec in self.eras:
@@ -219,12 +214,3 @@ class SideState:
         self.store.truncate(whole)
         self.eras = tuple(era for era in self.eras if era.start < max(1, whole))
         self.sinks = self.sinks[:, :, :sinks]
-
-
-def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> tuple[torch.Tensor, int]:
-    """Return the tokens of a first prompt that codecs take statistics from, and the index of the first of them.
-
-    Sinks are left out unless the prompt has few other tokens.
-    """
-    others = first[:, :, sinks:]
-    return (others, sinks) if others.shape[2] >= max(1, recent) else (first, 0)

@@ -71,7 +71,7 @@ class StaticStorage:
         return (
             windows.capacity is not None
             and dynamic.sides["keys"].tail.tokens <= windows.tail_capacity
-            and all(state.prepared or not state.codec.may_need_queries for state in dynamic.sides.values())
+            and all(state.prepared or not state.codec.least_tokens() for state in dynamic.sides.values())
         )
 
     @property

@@ -75,10 +75,7 @@ class StepBuffers:
         return torch.where(self.length + fresh["keys"].shape[2] > self.capacity, FULL, fault)
 
     def step(
-        self,
-        sides: Mapping[Side, SideState],
-        fresh: Mapping[Side, torch.Tensor],
-        counter: torch.Tensor | None,
+        self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None
     ) -> None:
         """Write n tokens, and encode the groups that become complete as n tokens leave the recent window.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -28,7 +29,7 @@ DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time, a multiple of every group size."""
 
 
-class AttentionPath(Protocol):
+class AttentionPath(ABC):
     """A way to attend to packed tokens: a back end, or tiles of decoded tokens.
 
     Attributes:
@@ -37,12 +38,14 @@ class AttentionPath(Protocol):
     """
 
     name: str
-    takes_token_masks: bool
-    takes_padding_masks: bool
+    takes_token_masks: bool = False
+    takes_padding_masks: bool = False
 
+    @abstractmethod
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
         """Return the path for this call, or None if the model's own attention over decoded tokens is better."""
 
+    @abstractmethod
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         """Attend to a layer: `[B, n, Hq, Dv]` in the query's dtype, zero for queries that see no token.
 
@@ -51,13 +54,21 @@ class AttentionPath(Protocol):
 
 
 class Owner(Protocol):
-    """The part of a layer that views use."""
+    """The part of a layer that views and compiled steps use; `number` is from `compile_ops.register`."""
 
     decoder_config: Any
+    number: int
+    track: RopeTrack | None
 
     @property
     def awaits_queries(self) -> bool:
         """True if packing must wait until `close` brings the step's queries."""
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]:
+        """Store new keys and values `[B, H, n, D]` and return the views that this step attends to."""
+
+    def views(self) -> tuple[View, View]:
+        """Views of all keys and values, as the latest step attends to them."""
 
     def close(self, call: AttentionCall | None) -> None:
         """End a step: pack the tokens that had to wait for its queries."""

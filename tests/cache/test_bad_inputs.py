@@ -316,21 +316,21 @@ def test_non_finite_token_in_the_window_does_not_spoil_the_statistics() -> None:
 
 def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompressedCache(small_config(), {**TURBOQUANT, **SMALL, "quantize_generated": False, "backend": "torch"})
-    layer, resize = cache.layers[0], TailBuffer._resize
+    layer, grown = cache.layers[0], TailBuffer.new_buffer
     cache.update(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64), 0)
     values = layer.sides["values"].tail
 
-    def refuse(tail: TailBuffer, capacity: int) -> None:
+    def refuse(tail: TailBuffer, tokens: int, batch: int | None = None) -> torch.Tensor:
         if tail is values:
             raise torch.OutOfMemoryError("no room")
-        resize(tail, capacity)
+        return grown(tail, tokens, batch)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         return cache.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64), 0)
 
     while values.tokens < values.buffer.shape[2]:
         step()
-    monkeypatch.setattr(TailBuffer, "_resize", refuse)
+    monkeypatch.setattr(TailBuffer, "new_buffer", refuse)
     with pytest.raises(torch.OutOfMemoryError):
         step()
     monkeypatch.undo()

@@ -41,7 +41,7 @@ def test_turboquant_by_hand() -> None:
     assert report.dense_tokens == 28
     codes, scales = ROWS * 32 * 8 * 4, ROWS * 32 * 2
     dense = 2 * ROWS * 28 * DIM * 4
-    assert report.fields() == {
+    assert report.fields == {
         "keys.codes0": codes,
         "keys.scale": scales,
         "values.codes0": codes,
@@ -66,7 +66,7 @@ def test_turboquant_by_hand() -> None:
 def test_kivi_by_hand() -> None:
     report = filled(KIVICache(CONFIG, bits=2, sink_tokens=0, recent_tokens=8)).memory_report()
     assert report.packed_tokens == 32
-    fields = report.fields()
+    fields = report.fields
     assert fields["keys.codes0"] == fields["values.codes0"] == ROWS * 32 * 8 * 2
     assert fields["keys.scale"] == fields["keys.zero"] == ROWS * 1 * DIM * 2
     assert fields["values.scale"] == fields["values.zero"] == ROWS * 32 * 2 * 2
@@ -89,7 +89,7 @@ def test_layers_that_are_not_ours() -> None:
     assert report.layers[0].packed_tokens == 0
     assert [layer.packed_tokens for layer in report.layers[1:]] == [64, 64]
     assert report.total_bytes == sum(layer.total_bytes for layer in report.layers)
-    assert report.fields()["dense"] == report.layers[0].total_bytes
+    assert report.fields["dense"] == report.layers[0].total_bytes
 
 
 @pytest.mark.usefixtures("static_shapes")
@@ -173,8 +173,8 @@ def test_memory_grows_as_estimated(name: str, one_era: None) -> None:
         waiting = report.dense_tokens - (plan.sink_tokens + plan.recent_tokens)
         assert 0 <= waiting < cache.layers[0].flush_tokens + step
         per_token = cache_bytes(config, layers, heads, dim, 1, batch)
-        assert report.rope_used_bytes == batch * rope_bytes(config, dim, layers, tokens)
-        used = report.used_bytes - report.rope_used_bytes
+        assert report.fields.get("rope", 0) == batch * rope_bytes(config, dim, layers, tokens)
+        used = report.used_bytes - report.fields.get("rope", 0)
         assert estimate <= used <= estimate + waiting * per_token
         spare = (plan.recent_tokens + cache.layers[0].flush_tokens + step) * per_token
         assert report.allocated_bytes <= 1.125 * report.used_bytes + spare

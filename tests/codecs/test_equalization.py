@@ -92,9 +92,9 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
     for factor, equalize in ((1.0, "auto"), (16.0, "auto"), (16.0, "off")):
         keys, queries = states(factor)
         made = make_codec(name, DIM, heads=HEADS, **options, equalize=equalize)
-        assert made.may_need_queries == (equalize == "auto")
+        assert bool(made.least_tokens()) == (equalize == "auto")
         alone = make_codec(name, DIM, heads=HEADS, **options, equalize=equalize)
-        assert alone.learn(keys) == (factor == 1 or equalize == "off")
+        assert alone.prepare(keys, may_wait=True) == (factor == 1 or equalize == "off")
         made.observe(Prompt(keys[:, :, :0], keys, 0, queries=AttentionCall.of(queries, scaling=1.0)))
         errors.append(score_error(made, keys, queries))
     plain, cured, hard = errors
@@ -110,8 +110,8 @@ def test_off() -> None:
         make_codec("turboquant", DIM, heads=HEADS, sinks=0),
         make_codec("qjl", DIM, heads=HEADS, outlier_channels=4),
     ):
-        assert not made.may_need_queries
-        assert made.learn(keys)
+        assert not made.least_tokens()
+        assert made.prepare(keys, may_wait=True)
         assert "factors" not in made.measure(keys, queries)
     with pytest.raises(ValueError, match="equalize='auto' for values of turboquant "):
         make_codec("turboquant", DIM, "values", equalize="auto")

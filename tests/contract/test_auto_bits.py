@@ -12,9 +12,9 @@ from support.models.small_model import small_model
 from transformers import LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import SIDES
-from kvcache_compress.methods.spectral import prefill
-from kvcache_compress.storage import bit_budget, dynamic
+from kvcache_compress.storage import bit_budget
 
 METHODS: dict[str, dict[str, Any]] = {
     "spectral": {"method": "spectral", "bits": 3, "group": 32},
@@ -41,9 +41,8 @@ def one_era() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (prefill, dynamic):
-        monkeypatch.setattr(module, "LEAST_TOKENS", LEAST)
-        monkeypatch.setattr(module, "LEAST_IN_STEPS", 2 * LEAST)
+    monkeypatch.setattr(base, "LEAST_TOKENS", LEAST)
+    monkeypatch.setattr(base, "LEAST_IN_STEPS", 2 * LEAST)
     monkeypatch.setattr(bit_budget, "HALF_SURE", 1)
     with torch.no_grad():
         yield

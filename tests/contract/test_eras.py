@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Codec, Prompt
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.methods.spectral import prefill
@@ -43,9 +44,9 @@ def one_era() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_eras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(prefill, "LEAST_TOKENS", LEAST)
+    monkeypatch.setattr(base, "LEAST_TOKENS", LEAST)
     monkeypatch.setattr(prefill, "LEAST_LATER", LEAST)
-    monkeypatch.setattr(prefill, "LEAST_IN_STEPS", 2 * LEAST)
+    monkeypatch.setattr(base, "LEAST_IN_STEPS", 2 * LEAST)
     with torch.no_grad():
         yield
 

@@ -53,7 +53,7 @@ def reloaded(cache: Any, folder: Path, config: Any) -> Any:
     assert [path.name for path in folder.iterdir()] == ["cache.safetensors"]
     loaded = CompressedCache.load(folder / "cache.safetensors", config)
     report, again = cache.memory_report(), loaded.memory_report()
-    assert again.fields() == report.fields()
+    assert again.fields == report.fields
     assert again.allocated_bytes <= report.allocated_bytes
     return loaded
 

@@ -1,4 +1,4 @@
-"""Statistics of codes: codebooks of one prompt (`codebook: online`), and factors of keys with outlier channels."""
+"""Statistics of codes: factors of keys with outlier channels."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from outlier_model import with_outlier_channels
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, small_model
-from support.oracle import TOLERANCE, assert_close_but_for_flips
+from support.oracle import assert_close_but_for_flips
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, enable_fused_attention
@@ -15,56 +15,6 @@ from kvcache_compress.codecs.transforms import equalization
 from kvcache_compress.eval.caches.caches import preset_cache
 from kvcache_compress.eval.caches.prefill import prefill
 from kvcache_compress.storage.static import StaticStorage
-
-_ONLINE = {"method": "polarquant_recursive", "bits": [4, 2], "codebook": "online"}
-ONLINE: dict[str, Any] = {
-    "keys": {**_ONLINE, "center": "on", "radius_bits": 16}, "values": {**_ONLINE, "precondition": False},
-    "sink_tokens": 4, "recent_tokens": 8, "backend": "torch",
-}  # fmt: skip
-capacities = pytest.mark.parametrize("capacity", [None, 120])
-
-
-def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def feed(model: Any, cache: CompressedCache, ids: torch.Tensor, step: int) -> torch.Tensor:
-    return torch.cat([model(input_ids=part, **with_cache(cache)).logits for part in ids.split(step, 1)], 1)
-
-
-@capacities
-@pytest.mark.parametrize("prompt", [3, 70])
-def test_several_prompts_are_refused(prompt: int, capacity: int | None) -> None:
-    """A batch of several prompts is refused at its first tokens, packed or not; the cache then accepts one prompt."""
-    model, ids = small_model(), tokens(2, prompt)
-    cache, alone = (CompressedCache(model.config, {**ONLINE, "max_cache_len": capacity}) for _ in range(2))
-    for _ in range(3):  # no layer may accept later what it refused at first
-        with pytest.raises(ValueError, match=r"codebook='online' for keys of polarquant_recursive .*got 2 prompts"):
-            feed(model, cache, ids, prompt)
-        assert int(cache.get_seq_length()) == 0
-    assert torch.equal(feed(model, cache, ids[:1], prompt), feed(model, alone, ids[:1], prompt))
-
-
-@capacities
-@pytest.mark.parametrize(("prompt", "early", "fused"), [(2, False, True), (20, True, True), (70, False, False)])
-def test_rows_of_one_prompt_are_as_alone(prompt: int, early: bool, fused: bool, capacity: int | None) -> None:
-    model, ids = small_model(), torch.cat([tokens(1, prompt).repeat(3, 1), tokens(3, 49, 1)], 1)
-    if fused:
-        enable_fused_attention(model)
-    alone = []
-    for row in ids:
-        cache = CompressedCache(model.config, {**ONLINE, "max_cache_len": capacity})
-        feed(model, cache, row[None, :prompt], prompt)
-        alone.append(feed(model, cache, row[None, prompt:], 7))
-    cache, order = CompressedCache(model.config, {**ONLINE, "max_cache_len": capacity}), [2, 0, 1]
-    feed(model, cache, ids[: 3 if early else 1, :prompt], prompt)
-    if not early:
-        cache.batch_repeat_interleave(3)
-    got = feed(model, cache, ids[order, prompt:], 7)
-    assert cache.packed_tokens > 0
-    torch.testing.assert_close(got, torch.cat([alone[row] for row in order]), **TOLERANCE)
-
 
 PROMPT, CAPACITY = 400, 480
 METHODS = {

@@ -205,7 +205,7 @@ class OracleLayer(DynamicLayer):
         for codec, x in zip(self.codecs, map(self._stored, (self.keys, self.values)), strict=True):
             if codec in self.learned:
                 continue
-            if codec.may_need_queries:
+            if codec.least_tokens():
                 rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
@@ -252,9 +252,9 @@ class OracleLayer(DynamicLayer):
         stored = [self._stored(x) for x in (self.keys, self.values)]
         if not self.prepared:
             for codec, x in zip(self.codecs, stored, strict=False):
-                if codec.may_need_queries and codec.learn(self._without_padding(x[:, :, start:])):
+                if codec.least_tokens() and codec.prepare(self._without_padding(x[:, :, start:]), may_wait=True):
                     self.learned.append(codec)
-        if any(codec.may_need_queries and codec not in self.learned for codec in self.codecs if not self.prepared):
+        if any(codec.least_tokens() and codec not in self.learned for codec in self.codecs if not self.prepared):
             self.rotary.waiting[self.index], self.due = self, length
             return
         both = []

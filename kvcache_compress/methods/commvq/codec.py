@@ -18,6 +18,7 @@ from pydantic import Field as Limits
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from kvcache_compress.codecs.layout import Field, check_head_dim
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar, stored_scalar
+from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
 
 from . import additive
@@ -28,7 +29,6 @@ from .residual import ResidualBooks
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 DEFAULT_BITS = 2.0
@@ -156,8 +156,6 @@ class CommVQCodec(Codec):
     @cached_property
     def cpu_side(self) -> CPUSide:
         """C++ operands; code space holds pairs of keys, real parts first, or with the encoder all bits of a token."""
-        from kvcache_compress.cpu_kernels.common.operands import CPUSide
-
         books = self.books
         if isinstance(books, BitEncoder):
             return CPUSide("bits", basis=books.codebook)

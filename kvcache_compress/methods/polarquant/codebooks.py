@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from kvcache_compress.codecs.device import on_cpu
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 
 _CELLS = 1 << 15
@@ -76,14 +77,10 @@ def offline_codebook(level: int, bits: int) -> AngleCodebook:
     return make_codebook(angles, circular=False)
 
 
+@on_cpu
 def online_codebook(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
     """Codebook of angles `[n]` by one-dimensional k-means++ (section 4.1); circular distances cross angle 0."""
-    with torch.device("cpu"):  # whatever the default device
-        return _clustered(angles.detach().cpu().double(), bits, circular, seed)
-
-
-def _clustered(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
-    generator = torch.Generator().manual_seed(seed)
+    angles, generator = angles.detach().cpu().double(), torch.Generator().manual_seed(seed)
     if len(angles) > SAMPLES:
         angles = angles[torch.randint(len(angles), (SAMPLES,), generator=generator)]
     turn = 2 * math.pi

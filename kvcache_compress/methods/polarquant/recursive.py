@@ -18,20 +18,20 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import Field, check_head_dim
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
+from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers import polar_tree
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar
 from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
 from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.codecs.transforms.rotation import random_rotation
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
 
 from .codebooks import make_codebook, offline_codebook, online_codebook
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 RADIUS_CODES = 256
@@ -50,8 +50,8 @@ class PolarQuantRecursiveOptions(MethodOptions):
             prefill to 16 times the largest. Smaller radii become zero.
         precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
         shared_rotation: use one rotation for all layers.
-        codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first update.
-            With `online`, all rows of a batch must share one prompt (beams, several returned sequences).
+        codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first tokens,
+            of all rows of a batch together.
         scalar: scale of the radii: `match` (default for keys) keeps the norm, `unbiased` (default for values) inner
             products.
         center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
@@ -104,7 +104,6 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.per_prompt = options.codebook == "online"
         bits = options.level_bits(context.head_dim)
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"
@@ -132,11 +131,9 @@ class PolarQuantRecursiveCodec(LinearCodec):
             basis = random_rotation(dim, seed)
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure `mean` and `factors` of keys, `angles1`, ... of online codebooks, and the range of 8-bit radii."""
-        statistics = super().measure(x, queries, moments)
+        statistics = super().measure(x, queries)
         y = self._to_code_space(x, statistics)
         if self.options.codebook == "online":
             angles = polar_tree.angles(y, len(self.tree.levels))
@@ -212,8 +209,6 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         tables = [book.points for book in self.books]
         if self.radius_table is not None:
             tables.append(self.radius_table)

@@ -18,15 +18,15 @@ from pydantic import Field as Limits
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, centred
+from kvcache_compress.codecs.linear import LinearCodec, Part, centred
 from kvcache_compress.codecs.quantizers.polar_pairs import PairCodes, quantize, quarter_bounds, radii
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.codecs.transforms.centering import Center
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.rope import RopeLayout
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
@@ -105,11 +105,9 @@ class PolarQuantRopeCodec(LinearCodec):
     def rope_use(cls, options: PolarQuantRopeOptions, side: Side) -> RopeUse:
         return "pairs" if options.pairing == "auto" else "none"
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure the keys' `mean` `[H, D]`, if centred, and `scale` `[H, pairs]`, if scales are per channel."""
-        statistics = super().measure(x, queries, moments)
+        statistics = super().measure(x, queries)
         if self.options.radius_scale == "channel":
             real, imaginary = self.pairs.split(centred(x, statistics.get("mean")))
             statistics["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.codes.steps
@@ -191,8 +189,6 @@ class PolarQuantRopeCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         codes = self.codes
         numbers = (codes.angle_bits, codes.radius_bits, codes.tokens, round(2 * codes.offset))
         return cpu_side("pairs", numbers, [self.points], self.ready_basis(), self.mean)

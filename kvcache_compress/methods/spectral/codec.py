@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BeforeValidator
 from pydantic import Field as Limits
 
-from kvcache_compress.codecs import packing
+from kvcache_compress.codecs import base, packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Prompt, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.device import on_cpu
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
@@ -33,6 +33,7 @@ from kvcache_compress.codecs.quantizers.digits import (
     two_bit_levels,
 )
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
+from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.files.model_file import ModelFile
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.facts import head_shape
@@ -42,12 +43,10 @@ from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import Prior, prompt_statistics
 from .statistics_file import check_model, load_layer, read_statistics
-from .transform import RANK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MEAN_UNIT = 64.0
@@ -133,7 +132,7 @@ class SpectralCodec(LinearCodec):
         self._encode_basis = basis if self.context.head_dim > MAX_KERNEL_DIM else None
         return basis
 
-    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
         return self._measured(Prompt(x[:, :, :0], x, 0), None, None, quiet=True) if _file(self.options) is None else {}
 
@@ -182,22 +181,15 @@ class SpectralCodec(LinearCodec):
         file = _file(options)
         return file is not None and bool(file.facts.rope)
 
-    @property
-    def least_tokens(self) -> int:
-        if not self.may_need_queries:
+    def least_tokens(self, in_step: bool = False) -> int:
+        if _file(self.options) is not None:
             return 0
-        return max(prefill.LEAST_LATER, 2 * self.group) if self.statistics else prefill.LEAST_TOKENS
+        if in_step:
+            return base.LEAST_IN_STEPS
+        return max(prefill.LEAST_LATER, 2 * self.group) if self.statistics else base.LEAST_TOKENS
 
-    @property
-    def least_in_steps(self) -> int:
-        return prefill.LEAST_IN_STEPS if self.may_need_queries else 0
-
-    @property
-    def may_need_queries(self) -> bool:
-        return _file(self.options) is None
-
-    def learn(self, x: torch.Tensor) -> bool:
-        return not self.may_need_queries
+    def prepare(self, x: torch.Tensor, may_wait: bool = False) -> bool:
+        return not (may_wait and self.least_tokens()) and super().prepare(x)
 
     @classmethod
     def check_model(cls, options: SpectralOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
@@ -213,16 +205,10 @@ class SpectralCodec(LinearCodec):
 
     @classmethod
     def constant_size(cls, options: SpectralOptions, side: Side, head_dim: int, heads: int) -> int:
-        """Bytes of one layer's bases, means and tables, which do not depend on the statistics."""
+        """Bytes of one layer's bases, means and tables, which are the same with a file of statistics."""
         group = cls.layout(options, side, head_dim)[-1].tokens
         plain = options.model_copy(update={"statistics": TEXT, "group": group})
-        device = torch.device("cpu")
-        codec = cls(plain, CodecContext(side, head_dim, heads, 0, 0, 0, torch.float32, device))
-        basis = torch.eye(head_dim).repeat(heads, 1, 1)
-        mean = {"means": torch.zeros(heads, RANK, head_dim), "places": torch.zeros(heads, group, RANK)}
-        measured = _coded({"inverse": basis, "deviation": torch.ones(heads, head_dim), **mean})
-        codec.set_statistics(measured | {"queried": torch.ones(heads)})
-        return codec.constant_bytes()
+        return super().constant_size(plain, side, head_dim, heads)
 
     def ready_basis(self) -> torch.Tensor:
         """Rows of the digits, float32 `[H, W, D]`; rebuilt at each call, because no kernel keeps them."""
@@ -255,8 +241,6 @@ class SpectralCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import CPUSide
-
         digits = self.digits
         maps = [self.directions, self.means]
         if self._order.diff().ne(1).any():

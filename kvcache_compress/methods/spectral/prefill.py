@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Prompt
 
 from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSums, Window, attention_costs
 from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
-LEAST_TOKENS, LEAST_LATER, LEAST_IN_STEPS = 256, 128, 512
-"""Fewest tokens to measure: first, once there are statistics to blend in, and of tokens that arrive one by one."""
+LEAST_LATER = 128
+"""Fewest tokens to measure once there are statistics to blend in."""
 KEYS_PRIOR, QUERIES_PRIOR = 256, 1024
 """Tokens that earlier moments of keys and of queries count for; tuned on SmolLM2's KL in chats."""
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
@@ -45,16 +46,8 @@ def _warn_of_few_tokens() -> None:
         "statistics of spectral were measured on fewer than %d tokens, because a static cache measures its first "
         "prompt however short: it loses more than with a longer prompt, a cache that grows, or a calibrated model "
         "(kvcache-compress calibrate --method spectral)",
-        LEAST_TOKENS,
+        base.LEAST_TOKENS,
     )
-
-
-def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
-    """Warn once if this prompt has no queries or few tokens."""
-    if prompt.queries is None:
-        _warn_of_queries()
-    elif sums.tokens < LEAST_TOKENS and prompt.at is None:
-        _warn_of_few_tokens()
 
 
 class Prior(NamedTuple):
@@ -104,8 +97,10 @@ def prompt_statistics(
     moments = KeyMoments.zeros(heads, head_dim, device)
     for window in again:
         moments.add(window, (places @ means).float())
-    if not quiet and prior is None:
-        _warn_of_poor_statistics(prompt, moments)
+    if prompt.queries is None and not quiet:
+        _warn_of_queries()
+    elif moments.tokens < base.LEAST_TOKENS and prompt.at is None and prior is None and not quiet:
+        _warn_of_few_tokens()
     basis, deviation = spectral_basis(*(shrunk(moments) if prior is None else blended(moments, prior)))
     inverse = torch.linalg.inv(basis)
     found = {"basis": basis, "inverse": inverse, "deviation": deviation, "places": places, "means": means}

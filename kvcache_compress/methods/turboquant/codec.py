@@ -20,19 +20,19 @@ from pydantic import model_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
+from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
 from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.codecs.transforms.rotation import random_rotation
+from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 
 from .components import Codebook, Estimator, build_components, channel_sets, component_bits
 
 if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
@@ -156,11 +156,9 @@ class TurboQuantCodec(LinearCodec):
         if order is None:
             self._rotations = ()
 
-    def measure(
-        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
-    ) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure `mean` and `factors` of keys, and for fractional bits the `energy` `[H, D]` of equalized channels."""
-        statistics = super().measure(x, queries, moments)
+        statistics = super().measure(x, queries)
         if len(self.sets) == 2:
             statistics["energy"] = self.equalize(x, statistics).square().mean(dim=(0, 2))
         return statistics
@@ -223,7 +221,5 @@ class TurboQuantCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from kvcache_compress.cpu_kernels.common.operands import cpu_side
-
         bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
         return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)

@@ -229,7 +229,7 @@ def test_the_papers_preset() -> None:
         model(torch.randint(1, 128, (1, 96)), **with_cache(compressed))
     report = compressed.memory_report()
     assert (report.packed_tokens, report.dense_tokens) == (96, 0)
-    assert set(report.fields()) == {"dense", "keys.codes", "keys.scale", "values.codes", "values.scale", "rope"}
+    assert set(report.fields) == {"dense", "keys.codes", "keys.scale", "values.codes", "values.scale", "rope"}
     keys = compressed.layers[0].sides["keys"]
     x = torch.randn(1, HEADS, 8, 32)
     still = torch.ones(1, 8, 16), torch.zeros(1, 8, 16)
