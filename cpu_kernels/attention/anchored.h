@@ -25,6 +25,9 @@ class AnchoredQueries {
         weights(side.tables[7]),
         order_(side.tables[5]),
         channels_(side.tables[6]) {
+    for (const View* x : {&directions, &means, &places, &weights, &order_, &channels_}) {
+      STD_TORCH_CHECK(x->is_contiguous(), "contiguous tables are needed");
+    }
     const auto* channels = channels_.const_data_ptr<int16_t>();
     coded_ = 1 + *std::max_element(channels, channels + channels_.numel());
     const int64_t planes = (side.options[1] > 0) + (side.options[2] > 0);

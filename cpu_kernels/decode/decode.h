@@ -202,24 +202,6 @@ template <int BITS, class Emit>
   }
 }
 
-// Levels of scalar codes of BITS bits.
-template <int BITS>
-class LevelTable {
- public:
-  explicit LevelTable(const float* levels) : table_(levels) {}
-
-  // Unpacks the levels of a token and calls `emit(channel, levels, lanes)` as the function above does.
-  template <class Emit>
-  [[gnu::always_inline]] void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) const {
-    kvcache_compress::each_run<BITS>(
-        planes, head, token, planes[0].words(),
-        [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t n) { emit(channel, table_[codes], n); });
-  }
-
- private:
-  Table<1 << BITS> table_;
-};
-
 // Levels of trellis codes of BITS bits (see codecs/quantizers/trellis.py), looked up in halves of at most eight.
 template <int BITS>
 class TrellisTable {
@@ -228,6 +210,7 @@ class TrellisTable {
  public:
   explicit TrellisTable(const float* levels) : lower_(levels), upper_(levels + (BITS == 3 ? COUNT : 0)) {}
 
+  // Unpacks the levels of a token and calls `emit(channel, levels, lanes)` as `each_run` does.
   template <class Emit>
   [[gnu::always_inline]] void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) const {
     const int64_t words = planes[0].numbers;
@@ -316,29 +299,32 @@ class LevelDecoder : public Decoder {
     auto field = side.fields.begin();
     auto levels = side.tables.begin();
     for (const int64_t bits : side.options) {
-      const auto end = field + plane_count(bits) + 1;
-      add(bits, levels->numel() > 1 << bits, levels->const_data_ptr<float>(), {field, end});
-      ++levels, field = end;
+      Component component{bits, width, levels->numel() > 1 << bits, levels->const_data_ptr<float>(), {}};
+      ++levels;
+      for (int64_t n = plane_count(bits) + 1; n > 0; --n) component.fields.emplace_back(*field++);
+      width += component.fields[0].numbers * CODES_PER_WORD;
+      components_.push_back(std::move(component));
     }
   }
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     for (const auto& part : components_) {
+      if (part.trellis) {
+        decode_trellis(part, head, first, count, tile);
+        continue;
+      }
       with_bits(part.bits, [&]<int BITS>() {
-        if constexpr (BITS <= 3) {
-          if (part.trellis) return decode(part, TrellisTable<BITS>(part.levels), head, first, count, tile);
+        const Table<1 << BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = *part.fields.back().row<Half>(head, first + t);
+          float* to = tile + t * width + part.start;
+          each_run<BITS>(part.fields.data(), head, first + t, part.fields[0].words(),
+                         [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
+                           store(to + channel, table[codes] * scale, lanes);
+                         });
         }
-        decode(part, LevelTable<BITS>(part.levels), head, first, count, tile);
       });
     }
-  }
-
- protected:
-  LevelDecoder() = default;
-
-  void add(int64_t bits, bool trellis, const float* levels, const std::vector<View>& fields) {
-    components_.push_back({bits, width, trellis, levels, {fields.begin(), fields.end()}});
-    width += components_.back().fields[0].numbers * CODES_PER_WORD;
   }
 
  private:
@@ -349,18 +335,20 @@ class LevelDecoder : public Decoder {
     std::vector<Field> fields;
   };
 
-  // The table is a copy, which no write to the tile can change, so that it stays in registers.
-  template <class Levels>
-  void decode(const Component& part, const Levels table, const Head& head, int64_t first, int64_t count,
-              float* tile) const {
-    for (int64_t t = 0; t < count; ++t) {
-      const float scale = *part.fields.back().row<Half>(head, first + t);
-      float* to = tile + t * width + part.start;
-      table.each_run(part.fields.data(), head, first + t,
-                     [&] [[gnu::always_inline]] (int64_t channel, Floats levels, int64_t lanes) {
-                       store(to + channel, levels * scale, lanes);
-                     });
-    }
+  void decode_trellis(const Component& part, const Head& head, int64_t first, int64_t count, float* tile) const {
+    with_bits(part.bits, [&]<int BITS>() {
+      if constexpr (BITS <= 3) {
+        const TrellisTable<BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = *part.fields.back().row<Half>(head, first + t);
+          float* to = tile + t * width + part.start;
+          table.each_run(part.fields.data(), head, first + t,
+                         [&] [[gnu::always_inline]] (int64_t channel, Floats levels, int64_t lanes) {
+                           store(to + channel, levels * scale, lanes);
+                         });
+        }
+      }
+    });
   }
 
   std::vector<Component> components_;

@@ -9,20 +9,48 @@ namespace kvcache_compress {
 // Keys in code space, `scale * level(digit)`. Options: tokens of a group, 2-bit digits, 1-bit digits.
 // Fields: the planes of the digits that there are, the scales of a group, and with RoPE the anchors of the groups.
 // Tables: the levels of a 2-bit digit, [4], and of a 1-bit digit, [2]; then those of `AnchoredQueries`.
-class DigitDecoder : public LevelDecoder {
+class DigitDecoder : public Decoder {
  public:
   explicit DigitDecoder(const Side& side) {
     int64_t twos, ones;
     side.read_options(group, twos, ones);
     auto field = side.fields.begin();
-    View scales = field[(twos > 0) + (ones > 0)];
-    scales.dims = 3, scales.strides[2] = 1;  // [B, H, T]: those of a head are contiguous
     for (const auto& [bits, digits] : {std::pair{2, twos}, {1, ones}}) {
-      if (digits > 0) add(bits, false, side.tables[2 - bits].const_data_ptr<float>(), {*field++, scales});
+      if (digits == 0) continue;
+      components_.push_back({bits, width, side.tables[2 - bits].const_data_ptr<float>(), {Field(*field++)}});
+      width += digits;
+    }
+    STD_TORCH_CHECK(field->stride(2) == group && field->stride(3) == 1, "the scales of a head must be contiguous");
+    scales_.emplace_back(*field);
+  }
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    const Half* scales = scales_[0].row<Half>(head, 0) + first;
+    for (const auto& part : components_) {
+      with_bits(part.bits, [&]<int BITS>() {
+        const Table<1 << BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = scales[t];
+          float* to = tile + t * width + part.start;
+          each_run<BITS>(part.planes.data(), head, first + t, part.planes[0].words(),
+                         [&] [[gnu::always_inline]] (int64_t digit, Ints codes, int64_t lanes) {
+                           store(to + digit, table[codes] * scale, lanes);
+                         });
+        }
+      });
     }
   }
 
   int64_t group;
+
+ private:
+  struct Component {
+    int64_t bits, start;
+    const float* levels;
+    std::vector<Field> planes;
+  };
+  std::vector<Component> components_;
+  std::vector<Field> scales_;
 };
 
 }  // namespace kvcache_compress
