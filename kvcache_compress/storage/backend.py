@@ -85,7 +85,7 @@ class Backend(AttentionPath):
         """True if static layers use steps of static shapes on this device; CPUs gain nothing from them."""
         return device.type != "cpu"
 
-    def ready(self, sides: Mapping[Side, SideState]) -> None:  # noqa: B027 - most keep nothing
+    def ready(self, sides: Mapping[Side, SideState]) -> None:
         """Make what later steps keep, since a step of static shapes may keep no memory that a CUDA graph has given."""
 
     def encodes_in_steps(self, codec: Codec) -> bool:
