@@ -116,7 +116,15 @@ template <class Search>
 std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, const Tensor& table, const Tensor& rows) {
   constexpr int64_t CODES = Search::CODES;
   const int64_t width = z.size(z.dim() - 1), count = z.size(z.dim() - 2), centres = rows.size(rows.dim() - 2) / CODES;
+  for (const Tensor& x : {z, products, table, rows}) {
+    STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
+  }
   const int64_t books = rows.numel() / (CODES * centres * width), terms = table.numel() / books;
+  STD_TORCH_CHECK(rows.numel() == books * CODES * centres * width && z.numel() == books * count * width,
+                  "codebooks of ", rows.numel(), " numbers for ", z.numel(), " in vectors of ", width);
+  STD_TORCH_CHECK(terms == (CODES == 1 ? centres : centres * centres), terms, " costs of ", centres, " centres");
+  STD_TORCH_CHECK(products.numel() == books * count * CODES * centres, products.numel(), " products of ", books * count,
+                  " vectors with ", CODES * centres, " rows");
   const Tensor codes = empty_field(z, CODES, ScalarType::Long), residual = empty_field(z, width, ScalarType::Float);
   const float *numbers = z.const_data_ptr<float>(), *inner = products.const_data_ptr<float>();
   const float *costs = table.const_data_ptr<float>(), *points = rows.const_data_ptr<float>();
@@ -141,6 +149,7 @@ std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, co
 
 // Twin of `additive.pack_codes`: packs codes [..., n] into one run of bits each.
 Tensor pack_run(const Tensor& codes, int64_t bits) {
+  STD_TORCH_CHECK(codes.is_contiguous() && bits > 0 && bits < 32, "contiguous codes of 1 to 31 bits are needed");
   const int64_t count = codes.size(codes.dim() - 1), bytes = (count * bits + 7) / 8;
   const Tensor packed = empty_field(codes, bytes, ScalarType::Byte);
   const auto* from = codes.const_data_ptr<int64_t>();

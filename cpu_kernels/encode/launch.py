@@ -1,7 +1,4 @@
-"""Call the C++ encoders, twins of the `quantize` functions in torch.
-
-The operators trust the shapes and the contiguous tensors that these functions, their only callers, pass.
-"""
+"""Call the C++ encoders, twins of the `quantize` functions in torch."""
 
 from __future__ import annotations
 
