@@ -34,7 +34,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from kvcache_compress import __version__
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.config import CompressionConfig, load_config
-from kvcache_compress.files.model_file import process_rank, read_model_file, write_model_file
+from kvcache_compress.files.model_file import not_finite, process_rank, read_model_file, write_model_file
 from kvcache_compress.modeling.facts import head_shape, model_facts
 from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
 from kvcache_compress.storage.dynamic import DynamicStorage
@@ -81,6 +81,8 @@ def save_cache(cache: Any, path: str | Path) -> None:
     if unreal := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(f"the cache cannot be saved: {unreal[0]} is on the meta device")
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    if broken := not_finite(tensors):
+        raise ValueError(f"the cache cannot be saved: {broken} holds NaN or infinity")
     write_model_file(
         path, KIND, VERSION, model_facts(cache.decoder_config), tensors,
         release=__version__, transformers=transformers.__version__, layers=layers, share=_share(cache),
@@ -101,14 +103,17 @@ def load_cache(
         raise FileNotFoundError(f"cache file {quoted(str(place))}: no such file")
     file, tensors = read_model_file(str(place), f"cache file {str(place)!r}", KIND, VERSION)
     try:
+        if broken := not_finite(tensors):
+            raise ValueError(f"damaged: {broken} holds NaN or infinity")
         target = usable_device(device)
         cache = new_cache(_config(file.header["config"], files))
         if problem := file.facts.mismatch(model_facts(cache.decoder_config), any_model=any_model):
             raise ValueError(problem)
         _check_fit(cache, file.header)
         _restore(cache, file.header["layers"], tensors, target)
-    except (ValueError, RuntimeError) as error:  # such as too little memory
-        raise file.refusal(str(error)) from error
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        known = isinstance(error, ValueError)
+        raise file.refusal(str(error) if known else f"damaged, or too large for this memory: {error}") from error
     return cache
 
 
@@ -172,19 +177,23 @@ def _restore(
     cache: Any, layers: list[dict[str, Any]], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
     """Fill a new cache from tensors, copied to `device`."""
-    cache.padding.restore(tensors.get("padding"), device)
+    left = dict(tensors)
+    cache.padding.restore(left.pop("padding", None), device)
+    ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
     for index, (layer, described) in enumerate(zip(cache.layers, layers, strict=True)):
         prefix = f"layers.{index}."
-        own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): left.pop(name) for name in tensors if name.startswith(prefix)}
         try:
             if not isinstance(layer, CompressedLayer):
                 copied = {name: tensor.to(device, copy=True) for name, tensor in own.items()}
                 set_attributes(layer, described["attributes"], copied, device)
             elif own:
-                rope = None if layer.track is None else tensors.get(layer.track.name)
+                rope = None if layer.track is None else ropes[layer.track.name]
                 _restore_layer(layer, own, described, rope, device)
         except ValueError as error:
             raise ValueError(f"layer {index}: {error}") from None
+    if left:
+        raise ValueError(f"damaged: tensor {next(iter(left))!r} belongs to no layer")
     cache.padding.truncate(max((int(layer.get_seq_length()) for layer in cache.compressed_layers.values()), default=0))
 
 
@@ -207,14 +216,17 @@ def _restore_layer(
     packed = tensors[f"keys.packed.{first.name}"].shape[2] * first.tokens
     tokens = packed + sum(tensors[f"keys.{part}"].shape[2] for part in ("sinks", "tail"))
     with layer.edited() as storage:  # which first sets the track's count to that of the empty layer
-        if layer.track is not None and rope is not None:
+        if layer.track is not None and tokens:
+            if rope is None:
+                raise ValueError(f"damaged: tensor {layer.track.name!r} is missing")
             layer.track.restore(rope.to(device), tokens)
         for side, state in storage.sides.items():
             own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
             state.restore(own, packed, described["prepared"])
         storage.watch.restore(tensors, device)
     for side, state in layer.sides.items() if packed else ():
-        saved, decoded = tensors[f"{side}.check"], _first_decoded(state, layer.group).cpu()
+        # In float64, since numbers of a damaged file may overflow float32 when squared.
+        saved, decoded = tensors[f"{side}.check"].double(), _first_decoded(state, layer.group).double().cpu()
         if not (decoded - saved).norm() <= CHECK_TOLERANCE * saved.norm():
             raise ValueError(
                 f"its {side} do not decode as they did when it was saved: the codebooks have changed, or this "

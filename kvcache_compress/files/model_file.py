@@ -65,7 +65,7 @@ class ModelFacts(BaseModel):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Checked file of one model: its header, and the shapes of its tensors.
+    """Checked file of one model: its header, and the dtypes and shapes of its tensors.
 
     what: beginning of error messages, such as `statistics='x.safetensors' for spectral`.
     """
@@ -75,6 +75,7 @@ class ModelFile:
     facts: ModelFacts = field(hash=False)
     header: Mapping[str, Any] = field(hash=False)
     """Entries of the header besides the facts, which depend on the kind of file."""
+    dtypes: Mapping[str, torch.dtype] = field(hash=False)
     shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
 
     @classmethod
@@ -111,15 +112,18 @@ class ModelFile:
         return slice(first, first + heads)
 
     def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """Tensors by name. Raises `ValueError` for one that is missing."""
+        """Tensors by name. Raises `ValueError` for one that is missing or not finite."""
         names = list(names)
         if missing := [name for name in names if name not in self.shapes]:
             raise self.refusal(f"it holds no {missing[0]}")
         try:
             with safe_open(self.path, framework="pt") as file:
-                return {name: file.get_tensor(name).to(device) for name in names}
+                tensors = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
             raise self.refusal(f"cannot be read: {error}") from None
+        if broken := not_finite(tensors):
+            raise self.refusal(f"damaged: {broken} holds NaN or infinity")
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 @lru_cache(maxsize=8)
@@ -132,7 +136,7 @@ def read_model_file(
 ) -> tuple[ModelFile, dict[str, torch.Tensor]]:
     """Read and check a whole file, and return its header and, if `keep`, its tensors."""
     tensors: dict[str, torch.Tensor] = {}
-    shapes = {}
+    dtypes, shapes = {}, {}
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -141,7 +145,7 @@ def read_model_file(
             for name in sorted(file.keys()):
                 tensor = file.get_tensor(name)
                 _add_to(digest, name, tensor)
-                shapes[name] = tuple(tensor.shape)
+                dtypes[name], shapes[name] = tensor.dtype, tuple(tensor.shape)
                 if keep:
                     tensors[name] = tensor
     except SafetensorError as error:
@@ -154,23 +158,23 @@ def read_model_file(
         raise _refusal(what, f"has format version {metadata.get('version')!r}, but this release reads {str(version)!r}")
     if digest.hexdigest() != metadata.get("sha256"):
         raise _refusal(what, "damaged: its contents do not match its checksum")
-    header = json.loads(text)
-    facts = ModelFacts(**header.pop("model"))
-    return ModelFile(path, what, facts, header, shapes), tensors
+    try:
+        header = json.loads(text)
+        facts = ModelFacts(**header.pop("model"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _refusal(what, f"damaged: its header names no model ({error})") from None
+    return ModelFile(path, what, facts, header, dtypes, shapes), tensors
 
 
 def write_model_file(
-    path: str | Path, kind: str, version: int, facts: ModelFacts, tensors: Mapping[str, torch.Tensor], **header: Any
+    path: str | Path,
+    kind: str,
+    version: int,
+    facts: ModelFacts,
+    tensors: Mapping[str, torch.Tensor],
+    **header: Any,
 ) -> None:
-    """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written.
-
-    Raises:
-        ValueError: a tensor holds NaN or infinity.
-        OSError: the file cannot be written.
-    """
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{str(path)!r} cannot be written: {name} holds NaN or infinity")
+    """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written."""
     text = json.dumps({"model": facts.model_dump(), **header}, default=str)
     metadata = {"kind": f"kvcache_compress.{kind}", "version": str(version), "header": text}
     metadata["sha256"] = checksum(text, tensors)
@@ -204,6 +208,12 @@ def checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         _add_to(digest, name, tensors[name])
     return digest.hexdigest()
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first tensor with NaN or infinity, or None."""
+    floats = (name for name, tensor in tensors.items() if tensor.is_floating_point())
+    return next((name for name in floats if not tensors[name].isfinite().all()), None)
 
 
 def process_rank() -> tuple[int, int]:

@@ -45,18 +45,22 @@ def set_attributes(
 ) -> None:
     """Restore in a new layer the attributes that `read_attributes` took from a layer of the same class."""
 
-    def value_of(stored: Any) -> Any:
+    def value_of(name: str, stored: Any) -> Any:
         if not isinstance(stored, dict):
             return stored
-        [(kind, held)] = stored.items()
-        if kind == "tensor":
+        kind, held = next(iter(stored.items()), (None, None))
+        if kind == "tensor" and isinstance(held, str) and held in tensors:
             return tensors[held]
-        if kind == "dtype":
-            return getattr(torch, held)
-        return device if kind == "device" else {int(key): value_of(item) for key, item in held.items()}
+        if kind == "dtype" and isinstance(getattr(torch, str(held), None), torch.dtype):
+            return getattr(torch, str(held))
+        if kind == "device" and held is True:
+            return device
+        if kind == "items" and isinstance(held, dict) and all(key.isdecimal() for key in held):
+            return {int(key): value_of(name, item) for key, item in held.items()}
+        raise ValueError(f"damaged: {name}={stored!r}")
 
     fresh = {name: value for name, value in vars(layer).items() if not isinstance(value, PreTrainedConfig)}
-    new = {name: value_of(stored) for name, stored in attributes.items()}
+    new = {name: value_of(name, stored) for name, stored in attributes.items()}
     if differing := fresh.keys() - new.keys() or new.keys() - fresh.keys() - {*_LATE}:
         raise ValueError(f"saved with another release of Transformers, whose layers differ in {min(differing)}")
     for name, value in fresh.items():

@@ -47,15 +47,23 @@ def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change
     return lambda h, t, m: t.update({name: change(t[name]).contiguous().clone()})
 
 
+KEYS, ROPE = "layers.0.keys", "rope.2.1"
 CHANGES: dict[str, tuple[Change, str]] = {
     "kind": (lambda h, t, m: m.update(kind="pt"), "not a kvcache-compress file of cache"),
     "newer": (lambda h, t, m: m.update(version="2"), "format version '2', but this release reads '1'"),
+    "no model": (lambda h, t, m: h.pop("model"), "model"),
     "method": (lambda h, t, m: h["config"]["keys"].update(method="zip"), "keys: unknown method 'zip'"),
     "kind of a layer": (lambda h, t, m: h["layers"][2].update(kind="StaticLayer"), "StaticLayer.* but"),
     "seed": (lambda h, t, m: h["config"].update(seed=1), "layer 0: its keys do not decode as"),
-    "codes": (_tensor("layers.0.keys.packed.codes0", torch.bitwise_not), "layer 0: its keys do not decode as"),
+    "codes": (_tensor(f"{KEYS}.packed.codes0", torch.bitwise_not), "layer 0: its keys do not decode as"),
+    "NaN": (_tensor(f"{KEYS}.statistics.0.mean", lambda x: x * torch.nan), "statistics.0.mean holds NaN"),
+    "no tail": (lambda h, t, m: t.pop(f"{KEYS}.tail"), "keys.tail"),
+    "no statistics": (lambda h, t, m: t.pop(f"{KEYS}.statistics.0.mean"), "mean|do not decode"),
+    "rope": (lambda h, t, m: t.pop(ROPE), r"layer 1: damaged: tensor 'rope\.2\.1'"),
+    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "tensor 'x' belongs to no layer"),
     "attribute": (_attribute(2, "more", 3), "layer 2: saved with another release of Transformers.* more"),
     "no attribute": (lambda h, t, m: h["layers"][2]["attributes"].pop("keys"), "layer 2: .* keys"),
+    "tensor": (_attribute(2, "keys", {"tensor": "elsewhere"}), "layer 2: damaged: keys="),
 }  # fmt: skip
 
 

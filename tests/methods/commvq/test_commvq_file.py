@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.files.commvq_files import CONTRACT_MODEL, FOLDER, codebook_file
 from support.files.saved_files import changed
 from transformers import LlamaConfig
@@ -48,6 +49,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         CommVQCache(config, codebooks=tmp_path / "nowhere.safetensors")
     with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
         CommVQCache(config)
+    path = damaged(lambda h, t, m: t["keys.0.codebooks"].view(-1)[3:4].fill_(torch.nan))
+    broken = CommVQCache(config, codebooks=path)
+    with pytest.raises(ValueError, match=r"keys.0.codebooks holds NaN"), torch.no_grad():
+        broken.update(torch.ones(1, 2, 200, 32), torch.ones(1, 2, 200, 32), 0)
 
 
 @pytest.mark.parametrize(

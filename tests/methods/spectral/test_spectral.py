@@ -213,16 +213,24 @@ def test_weights_leave_the_dense_tokens_out() -> None:
     assert aux.sum() < weights.sum()
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
-    config, path = small_config(), str(tmp_path / "x.safetensors")
-    tensors = dict(random_statistics(config))
-    del tensors["keys.1.means"]
-    write_statistics(path, config, tensors, 32, {})
-    with pytest.raises(ValueError, match=rf"statistics='{path}' for spectral: it holds no keys of layer 1 \(means\)"):
-        CompressedCache(config, {"keys": {**_SIDE, "statistics": path}, "values": {"method": "none"}})
-    tensors["keys.0.deviation"] = tensors["keys.0.deviation"] * torch.nan
-    with pytest.raises(ValueError, match=r"keys\.0\.deviation holds NaN or infinity"):
-        write_statistics(path, config, tensors, 32, {})
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("keys.1.means"), r"it holds no keys of layer 1 \(means\)"),
+        (lambda tensors: tensors["keys.0.deviation"].fill_(torch.nan), "holds NaN or infinity"),
+    ],
+)
+def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
+    config = small_config()
+    tensors = {name: x.clone() for name, x in random_statistics(config).items()}
+    change(tensors)
+    path = tmp_path / "x.safetensors"
+    write_statistics(str(path), config, tensors, 32, {})
+    x = torch.randn(1, 2, 80, 32)
+    with pytest.raises(ValueError, match=f"statistics='{path}' for spectral: .*{message}"):
+        CompressedCache(config, {"keys": {**_SIDE, "statistics": str(path)}, "values": {"method": "none"}}).update(
+            x, x, 0
+        )
 
 
 def test_other_models_and_missing_files() -> None:
