@@ -49,8 +49,6 @@ STATIC = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
 """Presets whose steps with a static cache are checked: one for each kind of encoder, since they compile slowly."""
 BATCH = 2
 """Sequences of a check."""
-ONLINE = ("polarquant-paper-online", "polarquant-paper-plain")
-"""Presets that take one prompt, since they fit their codebooks to it."""
 CODES_BAR = 1e-3
 """Share of stored words that may differ: where sums round differently, a number between two levels changes its code."""
 WARM_UP_STEPS = 4
@@ -164,13 +162,13 @@ def check_steps(preset: str, shape: Shape, tokens: int, device: torch.device, st
     model, config = single_layer(preset, shape)
     model._attn_implementation = fused_name("sdpa")
     before = config.sink_tokens + config.recent_tokens + tokens
-    capacity, batch = before + steps if static else None, 1 if preset in ONLINE else BATCH
+    capacity = before + steps if static else None
     kernels, operators = (
         CompressedCache(model, config.changed(backend=name, max_cache_len=capacity)) for name in ("triton", "torch")
     )
 
     def random(heads: int, count: int) -> torch.Tensor:
-        return torch.randn(batch, heads, count, shape.head_dim, device=device, dtype=DTYPE)
+        return torch.randn(BATCH, heads, count, shape.head_dim, device=device, dtype=DTYPE)
 
     prompt = random(shape.kv_heads, before), random(shape.kv_heads, before)
     for cache in (kernels, operators):

@@ -161,7 +161,9 @@ class CacheRun:
             while True:
                 self._finite(logits)
                 if len(new) < min_new_tokens:
-                    logits = logits.index_fill(0, torch.tensor([*ends], device=logits.device), -torch.inf)
+                    logits = logits.index_fill(
+                        0, torch.tensor([*ends], dtype=torch.long, device=logits.device), -torch.inf
+                    )
                 new.append(int(logits.argmax()))
                 if len(new) == max_new_tokens or new[-1] in ends:
                     return torch.tensor(new)

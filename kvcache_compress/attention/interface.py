@@ -44,10 +44,10 @@ _WARNED: set[str] = set()
 def fused_name(previous: str) -> str:
     """Name of the registered attention in place of the attention `previous`, which copies of a config keep with it.
 
-    A plain string, because PyTorch before 2.13 compiles no other. Its case is swapped and it has no slash, so that
-    Transformers takes it neither for a flash attention nor for a kernel from the hub.
+    A plain string, because PyTorch before 2.13 compiles no other. Its case is swapped and a backslash replaces a slash,
+    so that Transformers takes it neither for a flash attention nor for a kernel from the hub.
     """
-    return f"{ATTENTION_NAME}_{previous.swapcase().replace('/', '|')}"
+    return f"{ATTENTION_NAME}_{previous.swapcase()}".replace("/", "\\")
 
 
 def is_fused(name: str | None) -> bool:
@@ -57,7 +57,7 @@ def is_fused(name: str | None) -> bool:
 def _previous_name(config: PreTrainedConfig) -> str:
     """Name of the attention that fused attention replaces in this config, or would replace."""
     name: str = config._attn_implementation
-    return name.removeprefix(f"{ATTENTION_NAME}_").replace("|", "/").swapcase() if is_fused(name) else name
+    return name.removeprefix(f"{ATTENTION_NAME}_").replace("\\", "/").swapcase() if is_fused(name) else name
 
 
 def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:

@@ -54,6 +54,8 @@ def run_bench(
     """
     shape = Shape(*model_shape(model)[1:])
     place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} must be 'cpu' or 'cuda'")
     defaults = ON_GPU if place.type == "cuda" else ON_CPU
     dtype = dtype or defaults["dtype"]
     if output is not None and not output.parent.is_dir():

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.interface import ATTENTION_NAME, attends_fused, attention_forward
+from kvcache_compress.attention.interface import (
+    ATTENTION_NAME,
+    _previous_name,
+    attends_fused,
+    attention_forward,
+    fused_name,
+)
 from kvcache_compress.modeling.decoder import cache_argument
 
 TURBOQUANT = method_config("turboquant")
@@ -191,3 +198,12 @@ def test_other_models() -> None:
     for function in (enable_fused_attention, disable_fused_attention):
         with pytest.raises(ValueError, match="a transformers PreTrainedModel, or a PeftModel around one"):
             function(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "paged|eager", "org/kernel@v1:f", "wrapper|org/Kernel"])
+def test_the_name_keeps_the_previous_one(name: str) -> None:
+    fused = fused_name(name)
+    assert "flash" not in fused
+    assert "/" not in fused
+    config = SimpleNamespace(_attn_implementation=fused)
+    assert _previous_name(config) == name
