@@ -57,12 +57,13 @@ def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_era(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics of the first prompt, however short, and never of later tokens."""
+    """Statistics of the first tokens that are packed, however few, with their queries alone; never of later tokens."""
     from kvcache_compress.codecs import base
-    from kvcache_compress.storage import side
+    from kvcache_compress.storage import eras, side
 
     for name in ("LEAST_TOKENS", "LEAST_IN_STEPS"):
         monkeypatch.setattr(base, name, 1)
+    monkeypatch.setattr(eras.Watch, "samples", lambda *_: False)
     monkeypatch.setattr(side, "renewed", lambda codec, prompt: None)
 
 
