@@ -42,10 +42,10 @@ _WARNED: set[str] = set()
 
 
 def fused_name(previous: str) -> str:
-    """Name of the registered attention in place of the attention `previous`, which copies of a config keep with it.
+    """Name under which fused attention replaces the attention `previous`; it contains that name, so copies keep it.
 
-    A plain string, because PyTorch before 2.13 compiles no other. Its case is swapped and a backslash replaces a slash,
-    so that Transformers takes it neither for a flash attention nor for a kernel from the hub.
+    A plain string, because PyTorch before 2.13 does not compile subclasses. Swapped case and a backslash for a slash
+    keep Transformers from taking it for a flash attention or for a kernel from the hub.
     """
     return f"{ATTENTION_NAME}_{previous.swapcase()}".replace("/", "\\")
 

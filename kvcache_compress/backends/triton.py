@@ -109,10 +109,11 @@ class TritonBackend(TorchBackend):
         return True
 
     def ready(self, sides: Mapping[Side, SideState]) -> None:
+        super().ready(sides)
         for side, state in sides.items():
             with on_device(state.sinks):
                 state.codec.kernel_side.ready(state.sinks.dtype, side)
-                state.codec.kernel_encoder  # noqa: B018 - made here
+                state.codec.kernel_encoder  # noqa: B018 - cached
 
     def encodes_in_steps(self, codec: Codec) -> bool:
         return codec.kernel_encoder is not None

@@ -167,8 +167,15 @@ class Codec(ABC):
         self.set_statistics(self.measure(x))
         return True
 
+    def ready(self) -> None:
+        """Make what steps keep, once the statistics are set: a step that a CUDA graph records may keep no memory."""
+        return
+
     def observe(self, prompt: Prompt) -> None:
-        """Measure and set the statistics on keys and queries, and blend in those that the codec has, if it likes."""
+        """Measure and set the statistics on keys and queries, and blend in those that the codec has, if it likes.
+
+        Called if `prepare` returned False, and on a copy whenever new statistics are tried.
+        """
         keys, sinks = prompt.keys, prompt.sinks.shape[2]
         if prompt.padding is not None:
             keys = prompt.padding.without(keys, sinks, sinks)

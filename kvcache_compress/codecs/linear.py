@@ -66,6 +66,9 @@ class LinearCodec(Codec):
             self._query_basis = self.basis * self.factors[:, None]
         return self._query_basis
 
+    def ready(self) -> None:
+        self.ready_basis()
+
     def encoding_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Divide `rows` `[H or 1, W, head_dim]` by the factors, so that they apply to tokens that are only centred."""
         return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()

@@ -86,7 +86,10 @@ class Backend(AttentionPath):
         return device.type != "cpu"
 
     def ready(self, sides: Mapping[Side, SideState]) -> None:
-        """Make what later steps keep, since a step of static shapes may keep no memory that a CUDA graph has given."""
+        """Make what later steps of static shapes keep (`Codec.ready`)."""
+        for state in sides.values():
+            with on_device(state.sinks):
+                state.codec.ready()
 
     def encodes_in_steps(self, codec: Codec) -> bool:
         """True if `step` encodes whole flushes when they become packed, False if it encodes groups before that."""

@@ -179,6 +179,8 @@ class SideState:
             if name.startswith("statistics."):
                 _, first, part = name.split(".")
                 by_start.setdefault(int(first), {})[part] = x.to(device, copy=True)
+        if not all(start < max(1, packed) and start % self.codec.group == 0 for start in by_start):
+            raise ValueError(f"damaged: its eras begin at tokens {sorted(by_start)} of {packed}")
         if prepared:
             self.eras = tuple(Era(start, copy.copy(self.codec)) for start in sorted(by_start))
             for start, codec in self.eras:

@@ -132,6 +132,10 @@ class SpectralCodec(LinearCodec):
         self._encode_basis = basis if self.context.head_dim > MAX_KERNEL_DIM else None
         return basis
 
+    def ready(self) -> None:
+        if self.context.head_dim > MAX_KERNEL_DIM:
+            self.encode_basis  # noqa: B018 - cached
+
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
         return self._measured(Prompt(x[:, :, :0], x, 0), None, None, quiet=True) if _file(self.options) is None else {}
