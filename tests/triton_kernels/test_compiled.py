@@ -39,6 +39,7 @@ CASES = {
         f"{PLAN}steps_with_masks_repeat_those_of_the_same_kind",
         f"{PLAN}numbers_of_64_bits_take_another_kernel",
         f"{PLAN}decoding_repeats_all_launches[turned-growing]",
+        *(f"{ATTENTION}[{name}-float16]" for name in ("trellis-128", "trellis-64", "uniform-64", "spectral-3-bit-64")),
     ],
     "sm_80, oldest Triton": [f"{PLAN}decoding_repeats_all_launches[turned-growing]"],
     "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],

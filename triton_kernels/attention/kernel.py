@@ -62,8 +62,8 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr):
-    """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says.
+def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr, FOURS: tl.constexpr = False):
+    """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says, or with `FOURS` as it is.
 
     A lane loads what it holds as an operand of the tensor cores. In the order of columns the compiler would move the
     queries between lanes in every iteration.
@@ -73,7 +73,8 @@ def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr):
     o_w += tl.arange(0, 4)[None, None, :]
     o_q = o_r[:, :, None, None, None] + o_w[None, None, :, :, :]
     b_q = tl.load(p_mapped + o_q, mask=m_r[:, :, None, None, None], other=0.0)
-    b_q = tl.permute(tl.reshape(b_q, [M // 8, 8, WIDTH // 16, 4, 2, 2]), [0, 1, 2, 4, 3, 5])
+    if not FOURS:
+        b_q = tl.permute(tl.reshape(b_q, [M // 8, 8, WIDTH // 16, 4, 2, 2]), [0, 1, 2, 4, 3, 5])
     return tl.trans(tl.reshape(b_q, [M, WIDTH]))
 
 
@@ -91,7 +92,8 @@ def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
     b_tiles = ()
     base = 0
     for i in tl.static_range(len(SIDE.widths)):
-        b_tiles = b_tiles + (query_tile(p_mapped + base, o_r * total(SIDE.widths), m_r, SIDE.widths[i]),)
+        o_q = base + o_r * total(SIDE.widths)
+        b_tiles = b_tiles + (query_tile(p_mapped, o_q, m_r, SIDE.widths[i], SIDE.fours[i]),)
         base += SIDE.widths[i]
     return b_tiles
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words
 
-from .codes import load_words
+from .codes import TRITON_39, load_words
 
 
 def block(outputs: int, inputs: int, *lines: str) -> tl.constexpr:
@@ -90,13 +90,28 @@ def transposed(b_tiles):
     return b_transposed
 
 
+@triton.constexpr_function
+def in_fours(columns):
+    """True if `joined` can put tiles of so many columns in the order in which mapped queries lie in memory."""
+    return columns == 8 and not TRITON_39
+
+
 @triton.jit
-def joined(b_tiles):
-    """Join pairs of tiles narrower than `tile_width` side by side, without moving numbers between threads."""
+def joined(b_tiles, FOURS: tl.constexpr = False):
+    """Join pairs of tiles narrower than `tile_width`, without moving numbers between threads.
+
+    Side by side, or with `FOURS`, if `in_fours`, two columns of either in turn.
+    """
+    T: tl.constexpr = b_tiles[0].shape[0]
+    WIDTH: tl.constexpr = b_tiles[0].shape[1]
     b_pairs = ()
     for i in tl.static_range(len(b_tiles) // 2):
-        b_pair = tl.permute(tl.join(b_tiles[2 * i], b_tiles[2 * i + 1]), [0, 2, 1])
-        b_pairs = b_pairs + (tl.reshape(b_pair, [b_pair.shape[0], 2 * b_pair.shape[2]]),)
+        b_pair = tl.join(b_tiles[2 * i], b_tiles[2 * i + 1])
+        if FOURS and in_fours(WIDTH):
+            b_pair = tl.permute(tl.reshape(b_pair, [T, WIDTH // 2, 2, 2]), [0, 1, 3, 2])
+        else:
+            b_pair = tl.permute(b_pair, [0, 2, 1])
+        b_pairs = b_pairs + (tl.reshape(b_pair, [T, 2 * WIDTH]),)
     return b_pairs
 
 

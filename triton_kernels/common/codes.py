@@ -151,15 +151,16 @@ def load_scales(p_scales, tile):
     return b_scales
 
 
-JOINS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
-"""Joins are faster, but before 3.9 Triton is wrong where an operand has one, 8-bit codes and 16 channels."""
+TRITON_39 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
+"""Before 3.9, a lane of the tensor cores holds four neighbouring columns of an operand that has a join, else two pairs.
+With 8-bit codes and 16 channels, joins were also wrong."""
 
 
 @triton.jit
 def load_row(p_numbers, COUNT: tl.constexpr):
     """Load `COUNT` neighbouring 16-bit numbers as words of 32 (see `load_scales`): `[1, COUNT]`."""
     p_twos = p_numbers.to(tl.pointer_type(tl.int32), bitcast=True)
-    if JOINS:
+    if TRITON_39:
         b_twos = tl.load(p_twos + tl.arange(0, COUNT // 2)[None, :])
         b_words = tl.reshape(tl.join(b_twos, b_twos >> 16), [1, COUNT])
     else:

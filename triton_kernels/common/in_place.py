@@ -57,7 +57,7 @@ PLACED_ONE, PLACED_TWO, PLACED_FOUR = (block(8, inputs, *_placed(bits)) for bits
 
 
 @triton.jit
-def placed(tile, CODES: tl.constexpr, VALUES: tl.constexpr):
+def placed(tile, CODES: tl.constexpr, VALUES: tl.constexpr, FOURS: tl.constexpr = False):
     """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `lookup.levels`.
 
     This costs one instruction per two codes, and at most one to put the next fields in place.
@@ -81,7 +81,7 @@ def placed(tile, CODES: tl.constexpr, VALUES: tl.constexpr):
     if COLUMNS:
         b_codes = transposed(b_codes)
     if PADDED < 16:
-        b_codes = joined(b_codes)
+        b_codes = joined(b_codes, FOURS)
     return b_codes
 
 

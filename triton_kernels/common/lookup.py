@@ -223,12 +223,13 @@ def fits(width: int, bits: int, trellis: bool = False) -> bool:
 
 @triton.jit
 def levels(
-    tile, words, CODES: tl.constexpr, FIRST: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr = False
+    tile, words, CODES: tl.constexpr, FIRST: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr = False,
+    FOURS: tl.constexpr = False,
 ):  # fmt: skip
     """Tiles of float16 levels for codes of two to four bits; `words[FIRST:]` starts with their table from `byte_table`.
 
     Uniform levels are `unit · (code - half the largest)`; at four bits they need no table. The last of `words` is the
-    tile of `places`, if needed. VALUES: the product sums over tokens.
+    tile of `places`, if needed. VALUES: the product sums over tokens. FOURS: as for `joined`.
     """
     BITS: tl.constexpr = CODES.bits
     WORDS: tl.constexpr = CODES.words
@@ -254,7 +255,7 @@ def levels(
     if COLUMNS:
         b_levels = transposed(b_levels)
     if PADDED < 16:
-        b_levels = joined(b_levels)
+        b_levels = joined(b_levels, FOURS)
     return b_levels
 
 
@@ -274,7 +275,7 @@ def load_twos(tile, CODES: tl.constexpr):
 
 
 @triton.jit
-def trellis_levels(tile, CODES: tl.constexpr, FIRST: tl.constexpr):
+def trellis_levels(tile, CODES: tl.constexpr, FIRST: tl.constexpr, FOURS: tl.constexpr):
     """Tiles of float16 levels for trellis codes of two or three bits; see `levels`."""
     WORDS: tl.constexpr = CODES.words
     PADDED: tl.constexpr = CODES.padded
@@ -290,7 +291,7 @@ def trellis_levels(tile, CODES: tl.constexpr, FIRST: tl.constexpr):
             b_halves = assembled(THREE_WORDS, (b_twos, b_before, b_high) + b_table, 16)
         b_levels = ()
         for i in tl.static_range(8):
-            b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]))
+            b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]), FOURS)
     else:
         # Each word above the one before it: of a 32-bit word's two, the upper has the lower before it already.
         b_first = (b_twos << 16) | ((b_before >> 16) & 0xFFFF)
@@ -301,7 +302,7 @@ def trellis_levels(tile, CODES: tl.constexpr, FIRST: tl.constexpr):
             b_high = load_bytes(high_plane(tile, CODES), tile, WORDS, PADDED, WORDS)
             b_levels = assembled(TRELLIS_THREE, (b_words, b_high, words[len(words) - 1]) + b_table)
     if PADDED < 16:
-        b_levels = joined(b_levels)
+        b_levels = joined(b_levels, FOURS)
     return b_levels
 
 

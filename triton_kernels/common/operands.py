@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 class SideForm(NamedTuple):
     """Compile-time constants of a side in the attention kernel.
 
-    meta, widths, group: as in `KernelSide`; dim: head dimension of dense tokens.
+    meta, widths, fours, group: as in `KernelSide`; dim: head dimension of dense tokens.
     words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tiles.
     bias: True if a term is added to all scores of a query; rope: numbers of cos and sin per group that the side reads.
     eras: True if keys have several eras.
@@ -56,6 +56,7 @@ class SideForm(NamedTuple):
 
     meta: tuple[Any, ...]
     widths: tuple[int, ...]
+    fours: tuple[bool, ...]
     words: int
     places: int
     dim: int
@@ -86,6 +87,7 @@ class KernelSide:
     group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
     by_head: keys only, indices of the tables that depend on statistics, `[H, ...]`.
     eras: of keys of several eras (`eras.py`): their number, first tokens, and the largest integer, int32; else None.
+    fours: keys only, which tiles of the fast path `assembly.joined` puts in the order of mapped queries.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     joined: keys only, this side with older eras, by the dtype of queries and the eras.
     """
@@ -104,6 +106,7 @@ class KernelSide:
     group: int = 1
     by_head: tuple[int, ...] = ()
     eras: torch.Tensor | None = None
+    fours: tuple[bool, ...] = ()
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     joined: dict[tuple[Any, ...], KernelSide] = field(default_factory=dict)
@@ -121,10 +124,11 @@ class KernelSide:
         """Constant tensors for queries of this dtype, and the form; the words of the fast path are last, if any."""
         tables = self.tables_as(torch.float32 if dtype == torch.float32 else torch.float16)
         words, places = 0, 0
+        fours = self.fours if self.fours and is_fast(dtype) else (False,) * len(self.widths)
         if is_fast(dtype) and self.words is not None:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
         return tables, SideForm(
-            self.meta, self.widths, words, places, dim, self.bias, rope, self.group, self.eras is not None
+            self.meta, self.widths, fours, words, places, dim, self.bias, rope, self.group, self.eras is not None
         )
 
     def ready(self, dtype: torch.dtype, side: Side) -> None:

@@ -188,10 +188,10 @@ def part_levels(tile, META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr,
             b_fours = assembly.load_bytes(low_plane(tile, CODES), tile, CODES.words, CODES.padded, CODES.count)
             b_levels = assembly.assembled(BIT, (b_fours, tile.words[PART.places]))
             if CODES.padded < TILE:
-                b_levels = assembly.joined(b_levels)
+                b_levels = assembly.joined(b_levels, True)
         else:
             b_words = tile.words[: META.tables] + (tile.words[PART.places],)
-            b_levels = lookup.levels(tile, b_words, CODES, 0, False)
+            b_levels = lookup.levels(tile, b_words, CODES, 0, False, FOURS=True)
     else:
         b_levels = ()
         b_codes = load_codes(tile, CODES)
@@ -268,8 +268,9 @@ def spectral_side(
     sizes = sorted({codes.padded for codes in runs if _fits(codes)}, reverse=True)
     tables = [assembly.byte_table(SMALL.value * levels.cpu(), 2)] if digits.counts.twos else []
     ahead = sum(map(len, tables))
-    parts, tile = [], 0
+    parts, fours, tile = [], [], 0
     for codes in runs:
+        fours += [_fits(codes) and assembly.in_fours(codes.padded)] * (8 * codes.padded // TILE.value)
         parts.append(Part(codes, ahead + sizes.index(codes.padded) if _fits(codes) else -1, tile))
         tile += 8 * codes.padded // TILE.value
     unit, means, places = _scaled(directions, means, places)
@@ -296,6 +297,7 @@ def spectral_side(
         matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
         prologue=turn_call,
         group=group,
+        fours=(*fours, False),
         by_head=(MAP.value, PLACES.value, FACTORS.value),
     )
 

@@ -58,11 +58,11 @@ def component_levels(
     BITS: tl.constexpr = CODES.bits
     b_scale = load_scales(tile.fields[CODES.field + planes(BITS)], tile)
     if FAST and PART.placed:
-        b_levels = in_place.placed(tile, CODES, VALUES)
+        b_levels = in_place.placed(tile, CODES, VALUES, not VALUES)
     elif FAST and PART.table >= 0 and PART.trellis:
-        b_levels = lookup.trellis_levels(tile, CODES, PART.table)
+        b_levels = lookup.trellis_levels(tile, CODES, PART.table, not VALUES)
     elif FAST and PART.table >= 0:
-        b_levels = lookup.levels(tile, tile.words, CODES, PART.table, PART.even, VALUES)
+        b_levels = lookup.levels(tile, tile.words, CODES, PART.table, PART.even, VALUES, not VALUES)
     elif PART.placed:
         b_levels = in_place.placed_codes(tile, CODES, DTYPE)
     else:
@@ -127,7 +127,7 @@ def turboquant_side(
 ) -> KernelSide:
     """Kernel operands of components along `basis` `[H or 1, W, D]`, and the keys' `mean` `[H, D]`, if any."""
     keys = side == "keys"
-    parts, words, tiles, rows = [], [], [], []
+    parts, words, tiles, rows, fours = [], [], [], [], []
     field, places = 0, 0
     widths = tuple(component.width for component in components)
     for component, part in zip(components, basis.split(widths, 1), strict=True):
@@ -147,12 +147,15 @@ def turboquant_side(
             else:
                 words.append(assembly.byte_table(levels / unit, bits))
         parts.append(Part(codes, len(tiles), even, trellis, table, placed))
+        halves = codes.padded // 2 if in_halves(bits, codes.padded, trellis) else codes.padded
+        fours += [table >= 0 and assembly.in_fours(halves) for _ in code_tiles(width)]
         tiles += code_tiles(width)
         part = unit * in_code_order(part, (width,))
         if in_halves(bits, codes.padded, trellis):
             part = part.unflatten(1, (8, codes.padded // 2, 2)).transpose(2, 3).flatten(1, 3)
         if placed:
             tiles.append(16)
+            fours.append(False)
             part = in_place.in_place(part, bits, keys)
             if not keys:
                 part = part / in_place.UNIT.value
@@ -173,4 +176,5 @@ def turboquant_side(
         warps=max(1 if few else sum(widths) // 256, *map(assembly.warps, widths)),
         matrix=with_mean(basis.mT, mean) if keys else basis.contiguous(),
         headroom=in_place.HEADROOM,
+        fours=tuple(fours) if keys else (),
     )
