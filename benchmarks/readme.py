@@ -89,14 +89,14 @@ def llama_sizes(context: str) -> dict[str, float]:
 
 def headline(budgets: Table) -> str:
     """The sentences on the README's first screen."""
-    size = {name: f"{size / 2**30:.{1 if name else 0}f}" for name, size in llama_sizes("128K").items()}
+    size = {name: f"{size / 2**30:.{2 if name else 0}f}" for name, size in llama_sizes("128K").items()}
     kl = {name: f"{cell.score:.4f}" for name, cell in cells_of(budgets, "1k").items()}
     return (
         f"At 128K tokens the key/value cache of Llama-3.1-8B takes {size['']} GiB in bfloat16, more than its "
         f"weights, and every decode step reads all of it; `best-3bit` keeps it in {size['best-3bit']} GiB "
-        f"and `best-2bit` in {size['best-2bit']}. The loss of `best-3bit`, measured on SmolLM2-135M over "
-        f"six kinds of text, is a KL divergence of {kl['best-3bit']} nats per token, against {kl['hqq-4']} for "
-        f"Transformers' own 4-bit cache (hqq)."
+        f"and `best-2bit` in {size['best-2bit']}. The loss of `best-3bit`, measured on SmolLM2-135M-Instruct (4-bit "
+        f"GGUF weights) over six kinds of text, is a KL divergence of {kl['best-3bit']} nats per token, "
+        f"against {kl['hqq-4']} for Transformers' own 4-bit cache (hqq)."
     )
 
 
@@ -109,7 +109,7 @@ def ladder(budgets: Table) -> str:
     ]
     text = markdown_table(["cache", "bits", "KL", "99.9 %", "take it for"], lines, (0, -1))
     return (
-        f"{text}\n\nSmolLM2-135M, prompts of "
+        f"{text}\n\nA preset's name counts the bits of codes alone. Prompts of "
         f"{cells['hqq-4'].benchmark['options']['prefix']:,} tokens of six kinds of text; 16 sinks and 64 recent tokens "
         "stay dense, except in Transformers' own caches."
     )

@@ -54,7 +54,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
 
 def _described(side: View) -> _Described:
-    """Descriptions of a side for the operator, made anew only if one of its tensors was replaced."""
+    """Descriptions of a side for the operator, one per era; made again only when a tensor of the side is replaced."""
     store, eras, fields = side.store, side.eras, side.store.buffers
     rope_rows = None if side.track is None else side.track.buffer
     parts = side.sinks, side.tail_buffer, fields, rope_rows, eras

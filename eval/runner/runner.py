@@ -42,7 +42,7 @@ class Runner:
     Args:
         output: the table's file (see `ResultTable`); None keeps nothing on disk.
         seed: seed that is set before each sample.
-        processes: processes that make the same calls, share the samples and write to one table.
+        processes: processes among which the samples are divided; all make the same calls.
         on_progress: see `Progress`.
     """
 

@@ -113,7 +113,7 @@ def _follow(
 
 
 def _hand_over(owner: str, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pass position embeddings to the cache, found by type; `names` are `forward`'s parameters, hidden states first."""
+    """Pass position embeddings to the cache among the arguments; `names` are the parameters, hidden states first."""
     inputs = dict(zip(names, args, strict=False)) | kwargs
     for value in inputs.values():
         if isinstance(value, ModelListener):

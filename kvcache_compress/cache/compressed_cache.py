@@ -324,7 +324,7 @@ class CompressedCache(Cache, ModelListener):
 
 
 def _row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:
-    """Numbers `[n]` of the rows of a batch that row numbers or a boolean mask, a tensor or a list, select."""
+    """Convert row numbers or a boolean mask, a tensor or a list, to a tensor of row numbers `[n]`."""
     chosen = torch.tensor(rows) if isinstance(rows, (list, tuple)) else rows
     if not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
         raise ValueError(f"{name}={quoted(rows)}: must be a tensor or list of row numbers, or a boolean mask")

@@ -67,7 +67,7 @@ class Memory:
 
     @property
     def bits_per_number(self) -> float:
-        """Bits per cached number: packed tokens, dense tokens at 16 bits, unused capacity and constants."""
+        """Bits per cached number over all that is held, dense tokens at 16 bits."""
         return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
 
     @property

@@ -116,7 +116,7 @@ class Mask:
         return Mask(padding.last[2])
 
     def reordered(self, tokens: torch.Tensor, holds: torch.Tensor, count: int, length: torch.Tensor) -> Mask:
-        """The mask over slots, with a row for each of `count` queries, which are the last of `length` tokens.
+        """The mask over slots, a row per query: the queries are the last `count` of `length` tokens.
 
         Slot i holds token `tokens[i]` if `holds[i]`; other slots are hidden.
         """

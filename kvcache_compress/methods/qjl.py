@@ -79,7 +79,7 @@ class QJLOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class Sketch:
-    """One sketch: `rows` signs of `channels` channels, rows `[start, start + rows)` of the basis."""
+    """One sketch: signs of `channels` channels along `rows` rows of the basis, from row `start` on."""
 
     rows: int
     channels: int

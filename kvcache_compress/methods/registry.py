@@ -20,7 +20,7 @@ def register_method(codec: C) -> C:
     """
     name = getattr(codec, "name", "")
     if not name or not name.replace("_", "").isalnum() or name != name.lower():
-        raise ValueError(f"name={name!r} of {codec.__name__}: a method's name is lower-case letters, digits and _")
+        raise ValueError(f"name={name!r} of {codec.__name__}: must consist of lower-case letters, digits and _")
     if name in _CODECS and _CODECS[name] is not codec:
         raise ValueError(f"method {name!r} is already registered by {_CODECS[name].__name__}")
     _CODECS[name] = codec

@@ -1,4 +1,4 @@
-"""CommVQ's device functions (the paper's section 4.2; equations in our symbols).
+"""CommVQ's device functions (the paper's section 4.2; symbols as in `ResidualBooks`).
 
     score:       s[t] = scale[t] Σ_j Re(conj(q_j) e^(iθ_j,t) ẑ_j[t]),   ẑ_j[t] = Σ_r c_r,j[a_r[t]] + i c_r,j[b_r[t]]
     accumulate:  acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]                 (residual form)

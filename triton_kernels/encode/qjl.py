@@ -32,7 +32,11 @@ class Sketch(NamedTuple):
 
 
 class Sketches(NamedTuple):
-    """Padded head dimension, head stride of rows, whether keys are centred, weighted, and their norms matched."""
+    """Constants of the encoder: all sketches of a key.
+
+    padded: head dimension, a power of two; stride: numbers between the rows of two heads, 0 if they share them.
+    centred, weighted, match: whether keys are centred, channels weighted, and norms matched.
+    """
 
     padded: int
     stride: int

@@ -164,8 +164,8 @@ def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
         return _fetch(name, stem)
     except OSError as error:
         raise OSError(
-            f"data={name!r}: no file or folder here, and the hub cannot be reached. Download the dataset elsewhere and "
-            f"give its folder as data ({error})"
+            f"data={name!r}: not a local file or folder, and the hub cannot be reached. Download the dataset elsewhere "
+            f"and give its folder as data ({error})"
         ) from error
     except ValueError as error:
         raise ValueError(f"data={name!r}: no {stem} that could be read: {error}") from error

@@ -48,9 +48,9 @@ def quarter_bounds(bits: int) -> torch.Tensor:
 
 
 def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Angle codes of points, uint8 `[..., pairs]`: cells in earlier quadrants plus boundaries crossed in its own.
+    """Angle codes of points, uint8 `[..., pairs]`: cells of earlier quadrants plus boundaries crossed in the point's.
 
-    An arctangent would round pairs on a boundary, common in 16-bit keys, differently on each device.
+    No arctangent: devices would round it differently on a boundary, where 16-bit keys often lie.
     """
     second, third = (imaginary > 0) & (real <= 0), (imaginary <= 0) & (real < 0)
     fourth = (imaginary < 0) & (real >= 0)
