@@ -309,7 +309,7 @@ class CompressedCache(Cache, ModelListener):
         self.padding.apply(change)
         for layer in self.compressed_layers.values():
             if layer.track is not None:
-                layer.release_views()
+                layer.handed_out.release()
         for track in self.rope_tracks:
             track.apply(change)
 
