@@ -8,8 +8,6 @@ row that it was measuring gets an error and another worker goes on with the next
 PyTorch's operators is not timed. Attention is compared once more at the size at which it is timed (`bench/compare.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

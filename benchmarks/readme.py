@@ -3,8 +3,6 @@
 python benchmarks/readme.py
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

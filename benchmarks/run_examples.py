@@ -4,8 +4,6 @@ python benchmarks/run_examples.py
 python benchmarks/run_examples.py chat quickstart
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -6,8 +6,6 @@ Runs the families of `tests/support/models/family_sweep.py`, and the kinds of mo
 `tests/support/models/family_cases.py` with every method. Needs the development requirements.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 Kernels whose source has not changed come from Triton's cache (`TRITON_CACHE_DIR`).
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Packed tokens never change, so decoding them once gives the same figures as deco
 tokens take the memory of an uncompressed cache, which only an evaluation can afford.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass, field, fields
 from functools import partial

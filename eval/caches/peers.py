@@ -10,8 +10,6 @@ So the size of the steps matters for hqq and quanto. A continuation fed in one p
 (heads x tokens x head dimension / group size) is no multiple of the codes in a byte.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -8,8 +8,6 @@ If a cache takes statistics from the prompt's queries, a second pass records the
 attention (sliding windows, states) prefill each cache anew.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -54,7 +52,7 @@ class Prefill:
     _queries: dict[int, AttentionCall] = field(default_factory=dict)
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
-    def run(self, spec: CacheSpec) -> CacheRun:
+    def run(self, spec: CacheSpec) -> "CacheRun":
         """Fill a new cache of this kind with the prompt.
 
         Raises:

@@ -1,7 +1,5 @@
 """Names of caches on a command line or in a comparison's YAML file."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

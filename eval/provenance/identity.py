@@ -1,7 +1,5 @@
 """Digests that identify a result's model and options, and texts without this machine's folders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Writing results with the circumstances they were measured in: command, commit, versions, hardware."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata

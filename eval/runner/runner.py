@@ -1,7 +1,5 @@
 """Run a benchmark for several caches: prefills are shared, cells resumed, and samples sharded over processes."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence

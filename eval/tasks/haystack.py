@@ -1,7 +1,5 @@
 """Text in which a needle is hidden: the files of a folder, or simple sentences made from a seed."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The loss of a compressed cache against the full cache, over windows of a text."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict

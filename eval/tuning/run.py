@@ -1,7 +1,5 @@
 """Tune a config with bits by layer and side for one model and budget, and validate it on other text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ all values, which is measured with that side of all layers compressed. Results g
 reuses them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics

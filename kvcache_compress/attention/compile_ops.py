@@ -8,8 +8,6 @@ A layer's state lives in Python and cannot pass through a graph, so the operator
 compiled code runs. `attend` and `read` take the result of `append` as an input, which fixes their order.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import Any

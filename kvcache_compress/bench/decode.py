@@ -1,7 +1,5 @@
 """Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`CompressedCache`: a `transformers.Cache` whose full-attention layers are compressed as a config says."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -313,7 +311,7 @@ class CompressedCache(Cache, ModelListener):
         for track in self.rope_tracks:
             track.apply(change)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
         """Copy the cache but share the model's config, which holds the fused-attention switch."""
         self._synchronize()
         memo |= {id(config): config for config in (self.decoder_config, self._followed)}

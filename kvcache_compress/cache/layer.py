@@ -1,7 +1,5 @@
 """A compressed cache layer: Transformers' layer interface over a storage of `sinks | packed | tail`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

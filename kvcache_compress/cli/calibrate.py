@@ -1,7 +1,5 @@
 """`kvcache-compress calibrate`."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path

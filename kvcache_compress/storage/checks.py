@@ -1,7 +1,5 @@
 """Input checks that raise before a cache changes, and that do not make the host wait for a GPU."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Buffers of one side of a layer: packed fields and the dense tail."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

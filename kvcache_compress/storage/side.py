@@ -1,7 +1,5 @@
 """One side of a layer: its codec and its three segments `sinks | packed | tail`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Dense tokens and counters of a static layer, and its step in plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

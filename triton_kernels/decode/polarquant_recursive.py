@@ -9,8 +9,6 @@ A single radius per token stays out of the tree: it multiplies the score and the
 of two and pairing by halves stays as it is. `polar_columns.py` has a faster path for 128 channels.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

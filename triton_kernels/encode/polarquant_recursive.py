@@ -3,8 +3,6 @@
 The codes are those of `encode` in `codecs/quantizers/polar_tree.py`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@
 Published figures need the benchmark's own prompts (`--prompts`); the default ones are worded differently.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal

@@ -3,8 +3,6 @@
 LongBench (Bai et al., 2023, arXiv:2308.14508) has 21 tasks. LongBench-E has 13 of them, with lengths spread evenly.
 """
 
-from __future__ import annotations
-
 import tempfile
 import zipfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The commands of `kvcache-compress eval`: one per benchmark, `compare` and `report`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

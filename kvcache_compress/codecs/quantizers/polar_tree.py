@@ -8,8 +8,6 @@ Quantizing needs only comparisons. A point (x, y) lies beyond the boundary β if
 compare squares of radii, so no angle and no square root is computed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +37,7 @@ class AngleCodebook:
     bounds: torch.Tensor
     lower: int
 
-    def to(self, device: torch.device) -> AngleCodebook:
+    def to(self, device: torch.device) -> "AngleCodebook":
         return AngleCodebook(self.angles, self.points.to(device), self.bounds.to(device), self.lower)
 
 

@@ -1,7 +1,5 @@
 """The scalar-quantized components that add up to a TurboQuant vector (see `codec.py`)."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

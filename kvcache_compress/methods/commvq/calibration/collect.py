@@ -1,7 +1,5 @@
 """Collect a model's keys before RoPE and values on a text, in one file per layer and side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
