@@ -56,9 +56,7 @@ def run_notebook() -> nbformat.NotebookNode:
     return notebook
 
 
-def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Examples to run, by default all.")] = None,
-) -> None:
+def main(names: Annotated[list[str] | None, typer.Argument(help="Examples to run, by default all.")] = None) -> None:
     os.chdir(ROOT)
     printed = {}
     for command in documented():

@@ -165,12 +165,7 @@ def read_model_file(
 
 
 def write_model_file(
-    path: str | Path,
-    kind: str,
-    version: int,
-    facts: ModelFacts,
-    tensors: Mapping[str, torch.Tensor],
-    **header: Any,
+    path: str | Path, kind: str, version: int, facts: ModelFacts, tensors: Mapping[str, torch.Tensor], **header: Any
 ) -> None:
     """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written."""
     text = json.dumps({"model": facts.model_dump(), **header}, default=str)

@@ -52,8 +52,7 @@ class LongBench(Benchmark):
         default="auto", description="Tokenizer's chat template; auto: not for few-shot and code."
     )
     cached_question: bool = Field(
-        default=False,
-        description="Feed what follows the context through the cache under test. The papers prefill it.",
+        default=False, description="Feed what follows the context through the cache under test. The papers prefill it."
     )
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
