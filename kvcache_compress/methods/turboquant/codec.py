@@ -6,12 +6,10 @@ levels[codes]` along rows of a basis. Whole bits take one component, fractional 
 `prod` estimator adds one with levels ±1 along the rows of `S R`, a sketch of the residual.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field as Limits
@@ -31,9 +29,6 @@ from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 
 from .components import Codebook, Estimator, build_components, channel_sets, component_bits
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
 class TurboQuantOptions(MethodOptions):
@@ -65,7 +60,7 @@ class TurboQuantOptions(MethodOptions):
     sketch: SketchKind = "orthogonal"
 
     @model_validator(mode="after")
-    def _check_estimator(self) -> TurboQuantOptions:
+    def _check_estimator(self) -> "TurboQuantOptions":
         if self.estimator == "prod" and self.scalar not in (None, "norm"):
             raise ValueError(f"scalar={self.scalar!r} for turboquant must be 'norm' with estimator 'prod'")
         if self.estimator == "prod" and self.codebook == "trellis":
@@ -205,13 +200,13 @@ class TurboQuantCodec(LinearCodec):
             at += planes + 1
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
 
         return turboquant_side(self.context.side, self.components, self.ready_basis(), self.mean)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder | None:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.turboquant import turboquant_encoder
 
         if self._sketches:
