@@ -21,8 +21,7 @@ from kvcache_compress import __version__
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, prefill
-from kvcache_compress.eval.provenance.identity import fingerprint
-from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.provenance.results import fingerprint, write_atomically
 from kvcache_compress.eval.runner.progress import Progress
 from kvcache_compress.eval.tasks.benchmark import Sample
 
