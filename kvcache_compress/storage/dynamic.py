@@ -373,7 +373,7 @@ class DynamicStorage:
             if packed < state.store.tokens or sinks < state.sinks.shape[2]:
                 state.crop(sinks, packed, self.windows.group)
             else:
-                state.tail.truncate(left - sinks - packed)
+                state.tail.tokens = left - sinks - packed
         self.watch.crop(left)
         if self.due is not None:
             due = self.windows.leaving(keys.tail.tokens)

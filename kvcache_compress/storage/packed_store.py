@@ -162,9 +162,6 @@ class TailBuffer:
         own, heads, _, dim = self.buffer.shape
         return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)
 
-    def truncate(self, tokens: int) -> None:
-        self.tokens = tokens
-
     def clear(self) -> None:
         """Drop all tokens and free their memory."""
         self.tokens = 0
