@@ -7,8 +7,6 @@ Compared caches are interleaved. `prompt` times one layer on one thread, in floa
 which does not change its times.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ row that it was measuring gets an error and another worker goes on with the next
 PyTorch's operators is not timed. Attention is compared once more at the size at which it is timed (`bench/compare.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -140,22 +138,14 @@ def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> lis
 
 
 @torch.inference_mode()
-def check_kernels(preset: str, shape: Shape, tokens: int, device: torch.device, steps: int) -> dict[str, float]:
-    """Worst error of attention in the steps of a growing cache and, for presets in `STATIC`, of a static one.
+def check_steps(preset: str, shape: Shape, tokens: int, device: torch.device, steps: int, static: bool) -> float:
+    """Run a prompt and steps with the kernels and with PyTorch's operators, compare codes, return attention's error.
 
-    tokens: tokens of the prompt beyond the dense windows.
+    On a GPU a static cache's steps are replayed from a CUDA graph, all but the first `WARM_UP_STEPS`. `tokens` are
+    those of the prompt beyond the dense windows.
 
     Raises:
         ValueError: a step is wrong.
-    """
-    kinds = (False, True) if preset in STATIC else (False,)
-    return {"attention_error": max(check_steps(preset, shape, tokens, device, steps, static) for static in kinds)}
-
-
-def check_steps(preset: str, shape: Shape, tokens: int, device: torch.device, steps: int, static: bool) -> float:
-    """Run a prompt and steps with the kernels and with PyTorch's operators, and compare attention and codes.
-
-    On a GPU a static cache's steps are replayed from a CUDA graph, all but the first `WARM_UP_STEPS`.
     """
     # CommVQ may copy from the host in a step, unless a model hands over positions: then no graph can be recorded.
     recorded = static and device.type == "cuda" and not preset.startswith("commvq")
@@ -312,7 +302,9 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
         return {"gigabytes_per_second": copy_bandwidth(device)}
     shape = sizes.shapes[job.shape]
     if job.part == "check":
-        return check_kernels(job.cache, shape, sizes.checked, device, sizes.steps)
+        caches = (False, True) if job.cache in STATIC else (False,)
+        errors = [check_steps(job.cache, shape, sizes.checked, device, sizes.steps, static) for static in caches]
+        return {"attention_error": max(errors)}
     check = rows.get(Job("check", job.cache, job.shape), {})
     if "error" in check:
         raise ValueError(f"not timed, since its check failed: {check['error']}")

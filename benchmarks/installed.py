@@ -4,8 +4,6 @@ python benchmarks/installed.py --constraints constraints.txt
 python benchmarks/installed.py --constraints .github/oldest.txt
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

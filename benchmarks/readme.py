@@ -3,8 +3,6 @@
 python benchmarks/readme.py
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -302,19 +300,21 @@ def pages() -> dict[Path, str]:
     return found | {LOSSES: json.dumps(losses(budgets), indent=1) + "\n"}
 
 
-def main() -> int:
-    found = pages()
-    if "--check" in sys.argv[1:]:
-        wrong = [str(path.relative_to(ROOT)) for path, page in found.items() if path.read_text("utf-8") != page]
-        if wrong:
-            print(f"not as the results have them; run python benchmarks/readme.py: {', '.join(wrong)}", file=sys.stderr)
-        return bool(wrong)
-    for path, page in found.items():
-        write_atomically(path, page)
-    budgets = table_of("budgets")
-    plot_pareto(budgets, budgets.columns[0], ROOT / "docs" / "images" / "pareto.png")
-    return 0
+def check_or_write(found: dict[Path, str]) -> None:
+    """Write pages or, with `--check`, exit with a message if they differ."""
+    if "--check" not in sys.argv[1:]:
+        for path, page in found.items():
+            write_atomically(path, page)
+    elif wrong := [str(path.relative_to(ROOT)) for path, page in found.items() if path.read_text("utf-8") != page]:
+        sys.exit(f"not as the results have them; run python benchmarks/{Path(sys.argv[0]).name}: {', '.join(wrong)}")
+
+
+def main() -> None:
+    check_or_write(pages())
+    if "--check" not in sys.argv[1:]:
+        budgets = table_of("budgets")
+        plot_pareto(budgets, budgets.columns[0], ROOT / "docs" / "images" / "pareto.png")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

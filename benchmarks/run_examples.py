@@ -4,8 +4,6 @@ python benchmarks/run_examples.py
 python benchmarks/run_examples.py chat quickstart
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -58,9 +56,7 @@ def run_notebook() -> nbformat.NotebookNode:
     return notebook
 
 
-def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Examples to run, by default all.")] = None,
-) -> None:
+def main(names: Annotated[list[str] | None, typer.Argument(help="Examples to run, by default all.")] = None) -> None:
     os.chdir(ROOT)
     printed = {}
     for command in documented():

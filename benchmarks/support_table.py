@@ -6,16 +6,11 @@ Runs the families of `tests/support/models/family_sweep.py`, and the kinds of mo
 `tests/support/models/family_cases.py` with every method. Needs the development requirements.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import transformers
+from readme import ROOT, check_or_write
 
-from kvcache_compress.eval.provenance.results import write_atomically
-
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"
 sys.path.append(str(ROOT / "tests"))
 
@@ -118,16 +113,5 @@ def render() -> str:
     return "\n".join([INTRODUCTION, sweep_lists(), METHODS_TEXT, method_table(), "", source, OPERATIONS])
 
 
-def main() -> int:
-    new = render()
-    if "--check" in sys.argv[1:]:
-        if PAGE.read_text(encoding="utf-8") == new:
-            return 0
-        print(f"{PAGE.name} differs from the results here; run python benchmarks/support_table.py", file=sys.stderr)
-        return 1
-    write_atomically(PAGE, new)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    check_or_write({PAGE: render()})

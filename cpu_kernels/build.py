@@ -4,8 +4,6 @@ The code uses PyTorch's stable C++ interface, threads included, so it compiles i
 `torch.utils.cpp_extension.load` would need ninja on the path, and waits forever for a build that was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

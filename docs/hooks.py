@@ -5,8 +5,6 @@ docs/ becomes the page made from it, or the file's address in the repository (`R
 pyproject.toml), or plain text if the project has no address. A link to a file that does not exist stops the build.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

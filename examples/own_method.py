@@ -3,8 +3,6 @@
 The method rounds each token's numbers to evenly spaced multiples of one scale. It runs in torch on every device.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pydantic

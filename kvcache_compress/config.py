@@ -12,14 +12,16 @@ from os.path import isdir, isfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import torch
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs.base import SIDES, Codec, MethodOptions, RopeUse, Side
+from kvcache_compress.codecs.base import SIDES, Codec, CodecContext, MethodOptions, RopeUse, Side
 from kvcache_compress.codecs.layout import Field as StoredField
 from kvcache_compress.codecs.layout import group_tokens
 from kvcache_compress.files.text import parse_yaml, read_yaml
+from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.validation import (
     MOST_TOKENS,
     AnyList,
@@ -202,6 +204,19 @@ class LayerPlan:
                 "method of one side"
             )
         return (self.sink_tokens, sizes.pop()) if sizes else None
+
+    def codecs(
+        self, inputs: Mapping[Side, torch.Tensor], layer: int, seed: int, rope: RopeLayout | None
+    ) -> dict[Side, Codec]:
+        """New codecs for keys and values like `inputs`, `[B, H, T, D]`."""
+        found: dict[Side, Codec] = {}
+        for side, x in inputs.items():
+            context = CodecContext(
+                side=side, head_dim=x.shape[-1], heads=x.shape[1], layer=layer, seed=seed,
+                sink_tokens=self.sink_tokens, dtype=x.dtype, device=x.device, rope=rope,
+            )  # fmt: skip
+            found[side] = self.side(side).codec()(self.side(side).options(), context)
+        return found
 
     @property
     def compresses(self) -> bool:

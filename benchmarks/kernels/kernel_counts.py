@@ -13,8 +13,6 @@ The worst places are lines of Triton whose accesses need more global-memory sect
 than necessary. They are printed, and stored in the results file.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -6,15 +6,13 @@
 Kernels whose source has not changed come from Triton's cache (`TRITON_CACHE_DIR`).
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +25,7 @@ import torch
 import triton
 import typer
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.attention.interface import attention_forward, fused_name
@@ -44,10 +42,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_POINTERS = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8",
-}  # fmt: skip
 WINDOWS = {"sink_tokens": 16, "recent_tokens": 64}
 TOKENS = 719
 """Tokens of a prompt after which the second step is the first that packs tokens, for groups of up to 128."""
@@ -165,21 +159,47 @@ Table = dict[str, Figures]
 """Figures by the name of a case and of a kernel; the largest, where a case has several variants of one kernel."""
 
 
+class NoDevice:
+    """A driver that makes Triton compile for a target without running anything."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> Any:
+        return self.target.arch  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
 @contextmanager
-def captured() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Record kernel and arguments of every launch in this context, and run none: results are uninitialised."""
-    calls: list[tuple[Any, dict[str, Any]]] = []
+def compiling(target: str, kernels: Collection[str] | None) -> Iterator[list[Any]]:
+    """Compile launches in this context for a target, of some kernels or all, and run none: results are uninitialised.
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        calls.append((kernel, dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs))
+    Plans made for another target are forgotten.
+    """
+    compiled, run = [], triton.JITFunction.run
 
-    with mock.patch.object(triton.JITFunction, "run", record):
-        yield calls
+    def record(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        if kernels is None or kernel.__name__ in kernels:
+            compiled.append(run(kernel, *args, warmup=True, **kwargs))
+
+    driver.set_active(NoDevice(TARGETS[target]))
+    portable = TARGETS[target].backend == "hip"
+    with (
+        mock.patch.object(plan, "PORTABLE", portable),
+        mock.patch.dict(plan._plans, clear=True),
+        mock.patch.object(triton.JITFunction, "run", record),
+    ):
+        yield compiled
 
 
 @torch.inference_mode()
-def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
-    """Kernels of a case and their arguments: of its prompt, and of two steps each in growing and static caches."""
+def compiled_kernels(name: str, target: str) -> list[Any]:
+    """Compiled kernels of a case: of its prompt, and of two steps each in growing and static caches."""
     case = CASES[name]
     model, config = single_layer(case.config or name, Shape(8, 2, case.head_dim))
     config = config.changed(**WINDOWS)
@@ -189,14 +209,14 @@ def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
     def random(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(1, heads, tokens, case.head_dim).to(case.dtype)
 
-    found = []
+    found: list[Any] = []
     for capacity in (None, 2048) if case.static else (None,):
         cache = CompressedCache(model, config.changed(max_cache_len=capacity, backend="torch"))
         keys, values = cache.update(random(2, TOKENS), random(2, TOKENS), 0)
         attention_forward(module, random(8, TOKENS), keys, values, None, scaling=0.1)
         layer = cache.layers[0]
         use_backend(layer, "triton")
-        with captured() as calls:
+        with compiling(target, None if case.everything else ATTENTION) as compiled:
             for masked in (False, True):
                 keys, values = cache.update(random(2, case.queries), random(2, case.queries), 0)
                 if case.eras:
@@ -206,49 +226,14 @@ def launches(name: str) -> list[tuple[Any, dict[str, Any]]]:
             for state in layer.sides.values() if case.everything else ():
                 tokens = random(2, 4 * layer.flush_tokens)
                 BACKENDS["triton"].encoded(state.codec, tokens, state.rope(0, tokens.shape[2]))
-        found += [call for call in calls if case.everything or call[0].__name__ in ATTENTION]
+        found += compiled
     return found
 
 
-@contextmanager
-def launching_for(target: str) -> Iterator[None]:
-    """Give launches the arguments that they have on one of `TARGETS`; plans made for another target are forgotten."""
-    portable = TARGETS[target].backend == "hip"
-    with mock.patch.object(plan, "PORTABLE", portable), mock.patch.dict(plan._plans, clear=True):
-        yield
-
-
-def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> Figures:
-    """Compile `kernel` as a launch with `arguments` would, for one of `TARGETS`.
-
-    As at a launch, integers equal to 1 become constants, and multiples of 16 and aligned pointers are marked as
-    divisible, unless the kernel opts out.
-    """
-    options = {
-        name: arguments[name]
-        for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-        if name in arguments
-    }
-    constants: dict[str, Any] = {}
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        specialize = not parameter.do_not_specialize
-        if parameter.is_constexpr or (specialize and type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-            continue
-        signature[parameter.name] = _type_of(value)
-        items = (
-            [((index, i), item) for i, item in enumerate(value)] if isinstance(value, tuple) else [((index,), value)]
-        )
-        specialize &= not parameter.do_not_specialize_on_alignment
-        attributes |= {path: [["tt.divisibility", 16]] for path, item in items if specialize and _divisible(item)}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
-    plan.check_lanes(f"{kernel.__name__} for {target}", compiled.asm)
-    check_sums(f"{kernel.__name__} for {target}", compiled.asm.get("ptx", ""))
+def figures_of(compiled: Any, target: str) -> Figures:
+    """Check a compiled kernel and read its resources."""
+    plan.check_lanes(f"{compiled.name} for {target}", compiled.asm)
+    check_sums(f"{compiled.name} for {target}", compiled.asm.get("ptx", ""))
     if "cubin" not in compiled.asm:
         registers, stack = (
             int(re.findall(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[0])
@@ -278,39 +263,15 @@ def check_sums(name: str, ptx: str) -> None:
         raise RuntimeError(f"{name} sums unrounded products over lanes: launch it with fusion=False")
 
 
-def _divisible(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr() % 16 == 0
-    return type(value) is int and value % 16 == 0
-
-
-def _type_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype]
-    if isinstance(value, tuple):
-        return tuple(_type_of(item) for item in value)
-    return "fp32" if isinstance(value, float) else "i32"
-
-
 def measure(target: str, names: list[str]) -> Table:
     """Figures of the kernels of these cases on one target."""
     torch.manual_seed(0)
     table: Table = {}
-    with launching_for(target):
-        for name in names:
-            for kernel, arguments in launches(name):
-                key, found = f"{name}: {kernel.__name__}", compile_for(kernel, arguments, target)
-                table[key] = max(found, table.get(key, found))
+    for name in names:
+        for compiled in compiled_kernels(name, target):
+            key, found = f"{name}: {compiled.name}", figures_of(compiled, target)
+            table[key] = max(found, table.get(key, found))
     return table
-
-
-def spills(table: Table) -> list[str]:
-    """Kernels that use more of the stack than `KNOWN_STACK` says."""
-    return [
-        f"{name}: {figures.stack_bytes} bytes of stack"
-        for name, figures in table.items()
-        if figures.stack_bytes > KNOWN_STACK.get(name, 0)
-    ]
 
 
 def main(
@@ -328,8 +289,8 @@ def main(
     for one, table in tables.items():
         for name, figures in table.items():
             print(f"{one}, {name}: {figures.registers} registers, {figures.shared_bytes / 1024:.0f} KiB shared")
-        if one.startswith("sm_"):
-            messages += [f"{one}, {message}" for message in spills(table)]
+            if one.startswith("sm_") and figures.stack_bytes > KNOWN_STACK.get(name, 0):
+                messages.append(f"{one}, {name}: {figures.stack_bytes} bytes of stack")
     print("\n".join(messages) or f"{sum(map(len, tables.values()))} kernels, no spills but the known ones")
     raise typer.Exit(1 if messages else 0)
 

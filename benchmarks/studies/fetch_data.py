@@ -6,8 +6,6 @@
 `benchmarks/README.md` lists the commands that make texts and codebooks from the data.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

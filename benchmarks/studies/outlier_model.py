@@ -8,8 +8,6 @@ For large means a constant is added to the keys before RoPE, at the pairs that r
 nearly the same number for all tokens. `benchmarks/comparisons/outliers.yaml` compares caches on such copies of SmolLM2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

@@ -8,8 +8,6 @@ is the source of Python's standard library, and help texts are its docstrings, s
 `texts/compare`.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sysconfig

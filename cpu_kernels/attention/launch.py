@@ -1,7 +1,5 @@
 """Call the C++ attention; `attend` is the twin of `backends.torch.attend`."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

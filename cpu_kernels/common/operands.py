@@ -1,7 +1,5 @@
 """Operands that a codec hands to the C++ attention for its side (keys or values)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

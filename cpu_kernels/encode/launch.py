@@ -1,7 +1,5 @@
 """Call the C++ encoders, twins of the `quantize` functions in torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import get_args

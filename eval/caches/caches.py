@@ -1,7 +1,5 @@
 """Caches to measure: what a spec is, and the specs of the full cache and of this package's caches."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

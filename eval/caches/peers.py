@@ -10,8 +10,6 @@ So the size of the steps matters for hqq and quanto. A continuation fed in one p
 (heads x tokens x head dimension / group size) is no multiple of the codes in a byte.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from .caches import CacheSpec, Measured
@@ -124,15 +123,8 @@ def stored_bytes(stored: Any) -> int:
 
 
 def _plain_tensors(stored: Any) -> Iterator[torch.Tensor]:
-    if isinstance(stored, torch.Tensor):
-        if hasattr(stored, "__tensor_flatten__"):
-            for name in stored.__tensor_flatten__()[0]:
-                yield from _plain_tensors(getattr(stored, name))
-        else:
-            yield stored
-    elif isinstance(stored, dict):
-        for value in stored.values():
-            yield from _plain_tensors(value)
-    elif isinstance(stored, (tuple, list)):
-        for value in stored:
-            yield from _plain_tensors(value)
+    for leaf in tree_leaves(stored):
+        if hasattr(leaf, "__tensor_flatten__"):
+            yield from _plain_tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -8,12 +8,12 @@ If a cache takes statistics from the prompt's queries, a second pass records the
 attention (sliding windows, states) prefill each cache anew.
 """
 
-from __future__ import annotations
-
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.calibration.observed_attention import observed_attention
 from kvcache_compress.modeling.decoder import cache_argument
+from kvcache_compress.storage.side import SideState
+from kvcache_compress.storage.view import View
 
 from .caches import CacheSpec, Measured, full_cache
-from .decode_once import decode_once
 
 STEP_TOKENS = 16
 """Forced tokens per pass. The KL is that of single steps, in a fifth of the time."""
@@ -54,7 +55,7 @@ class Prefill:
     _queries: dict[int, AttentionCall] = field(default_factory=dict)
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
-    def run(self, spec: CacheSpec) -> CacheRun:
+    def run(self, spec: CacheSpec) -> "CacheRun":
         """Fill a new cache of this kind with the prompt.
 
         Raises:
@@ -213,6 +214,41 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
     shared = all(type(layer) is DynamicLayer for layer in cache.layers)
     states = [(layer.keys, layer.values) for layer in cache.layers] if shared else None
     return Prefill(model, ids, question, logits, states, _now(model.device) - started)
+
+
+def decode_once(cache: Cache) -> None:
+    """Make a filled cache keep what it decodes; it may no longer be copied, cropped or reordered.
+
+    Packed tokens never change, so the figures are those of decoding at each step, which takes most of the time on some
+    machines. The decoded tokens take the memory of an uncompressed cache, which only an evaluation can afford.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, CompressedLayer):
+            for state in layer.sides.values():
+                # A strong reference would close a circle, which holds all decoded tokens until the next collection.
+                state.view = partial(_kept_view, weakref.proxy(state), [])  # type: ignore[method-assign]
+
+
+def _kept_view(
+    state: SideState, decoded: list[torch.Tensor], packed: int | None = None, tail: torch.Tensor | None = None
+) -> View:
+    view = SideState.view(state, packed, tail)
+    return _KeptView(**{name.name: getattr(view, name.name) for name in fields(View)}, decoded=decoded)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _KeptView(View):
+    """A view that adds what it decodes to `decoded`, runs of packed tokens `[B, H, tokens, D]` from the first on."""
+
+    decoded: list[torch.Tensor] = field(default_factory=list)
+
+    def stored(self) -> torch.Tensor:
+        if (start := sum(part.shape[2] for part in self.decoded)) < self.packed:
+            fresh = self.sinks.new_empty(*self.sinks.shape[:2], self.packed - start, self.sinks.shape[3])
+            self.decode_into(fresh, start)
+            self.decoded.append(fresh)
+        packed = torch.cat(self.decoded, dim=2)[:, :, : self.packed] if self.decoded else self.sinks[:, :, :0]
+        return torch.cat([self.sinks, packed, self.tail], dim=2)
 
 
 @contextmanager

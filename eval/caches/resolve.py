@@ -1,12 +1,10 @@
 """Names of caches on a command line or in a comparison's YAML file."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
 from kvcache_compress.config import load_config
-from kvcache_compress.eval.provenance.identity import without_folders
+from kvcache_compress.eval.provenance.results import without_folders
 from kvcache_compress.validation import quoted
 
 from .caches import CacheSpec, full_cache, preset_cache

@@ -4,8 +4,6 @@ The report of `results.jsonl` is `results.html` and `results-*.png` beside it. I
 the comparison still runs.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Iterable, Sequence

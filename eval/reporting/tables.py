@@ -4,8 +4,6 @@ The first column leads: by it the smallest good cache is found. A perplexity ben
 distinguishes caches long before a task's score does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

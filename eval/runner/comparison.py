@@ -16,8 +16,6 @@ data, a cache that does not fit the model) records the reason, and the others go
 directory.
 """
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from pathlib import Path
@@ -89,12 +87,12 @@ class Comparison(StrictOptions):
     fused: bool = False
 
     @model_validator(mode="after")
-    def _distinct_models(self) -> Comparison:
+    def _distinct_models(self) -> "Comparison":
         check_distinct("models", [entry.model for entry in self.models])
         return self
 
     @classmethod
-    def read(cls, path: Path) -> Comparison:
+    def read(cls, path: Path) -> "Comparison":
         """Read a YAML file.
 
         Raises:

@@ -1,7 +1,5 @@
 """Load models to evaluate."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 

@@ -1,7 +1,5 @@
 """Processes of an evaluation: one, or several started by `accelerate launch` or `torchrun`."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

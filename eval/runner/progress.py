@@ -1,7 +1,5 @@
 """Progress of a measurement on stderr, with the remaining time."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Run a benchmark for several caches: prefills are shared, cells resumed, and samples sharded over processes."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -16,8 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.caches.prefill import Prefill, prefill
-from kvcache_compress.eval.provenance.identity import digest_of, fingerprint, strip_folders, without_folders
-from kvcache_compress.eval.provenance.results import circumstances, error_message
+from kvcache_compress.eval.provenance.results import (
+    circumstances,
+    digest_of,
+    error_message,
+    fingerprint,
+    strip_folders,
+    without_folders,
+)
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 
 from .processes import OneProcess

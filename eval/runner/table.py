@@ -6,8 +6,6 @@ A later run reuses a record if the digests of the cell (weights, options, cache,
 that may change the table holds `FILE.lock`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -5,8 +5,6 @@ failures. A new benchmark is one file with `samples`, `score` and `summarize`. I
 `tasks/__init__.py` makes it a command of `kvcache-compress eval` too.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import hashlib

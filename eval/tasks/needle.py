@@ -7,8 +7,6 @@ In A Haystack" without a language model as judge. `passkey` mode asks for random
     kvcache-compress eval needle --mode passkey --length 1024 --length 4096 --cache turboquant-2bit
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import random
@@ -98,7 +96,7 @@ class Needle(Benchmark):
     )
 
     @model_validator(mode="after")
-    def _check_wording(self) -> Needle:
+    def _check_wording(self) -> "Needle":
         wanted = ["needle", "question", "answer"] if self.mode == "needle" else ["needle", "question"]
         given = [name for name in ("needle", "question", "answer") if getattr(self, name) is not None]
         if given not in ([], wanted):

@@ -11,8 +11,6 @@ gives the KL of token-by-token decoding in a fifth of its time.
     kvcache-compress eval perplexity --cache turboquant-4bit --cache hqq-4 --output results
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

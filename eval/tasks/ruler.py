@@ -7,8 +7,6 @@ in them, case-insensitively: the share of all of them or, for questions, any.
     kvcache-compress eval ruler --data niah_multikey_3-4096.jsonl --scoring forced --cache turboquant-2bit
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Sequence

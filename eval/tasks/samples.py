@@ -1,7 +1,5 @@
 """Helpers of benchmarks: rows of a .jsonl file, tokenized prompts, forced and generated answers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

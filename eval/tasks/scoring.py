@@ -1,7 +1,5 @@
 """Texts and their windows, scores of logits, and what benchmarks share that score a forced continuation."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings
@@ -31,7 +29,7 @@ class ForcedBenchmark(Benchmark):
     step: int = Field(default=STEP_TOKENS, ge=1, description="Scored tokens per forward pass; 1 is as in generation.")
 
     @model_validator(mode="after")
-    def _step_fits(self) -> ForcedBenchmark:
+    def _step_fits(self) -> "ForcedBenchmark":
         if self.step > self.scored:
             raise ValueError(f"step={self.step}: must be at most scored={self.scored}")
         return self

@@ -10,8 +10,6 @@ follows. So consecutive parts come from different texts, or for comparison from 
     kvcache-compress eval turns --text news.txt --text code.txt --case 304+1744 --case "304+1744 like" --cache best-2bit
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Configs with rules for single layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import yaml

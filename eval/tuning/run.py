@@ -1,7 +1,5 @@
 """Tune a config with bits by layer and side for one model and budget, and validate it on other text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +20,8 @@ from kvcache_compress.eval.tasks.scoring import text_name
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.validation import parse_size, quoted
 
-from .loss import measure_losses
 from .rules import config_yaml
-from .sensitivity import Choices, Sensitivity, measure, with_bits
+from .sensitivity import Choices, Sensitivity, measure, measure_losses, with_bits
 from .tune import Budget, tune
 
 LEVELS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)

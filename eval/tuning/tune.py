@@ -1,7 +1,5 @@
 """Distribute a budget over the sides of layers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

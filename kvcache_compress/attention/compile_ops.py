@@ -8,8 +8,6 @@ A layer's state lives in Python and cannot pass through a graph, so the operator
 compiled code runs. `attend` and `read` take the result of `append` as an input, which fixes their order.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from kvcache_compress.backends.tiled import TILED
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.view import AttentionPath, Owner, View
 
 _LAYERS: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
@@ -35,16 +34,19 @@ def register(layer: Owner, instead_of: int | None = None) -> int:
     return number
 
 
-def trace(
-    layer: Owner, keys: torch.Tensor, values: torch.Tensor, tokens: int, views: bool
-) -> tuple[torch.Tensor | View, torch.Tensor | View]:
-    """Add the storing of keys and values `[B, H, n, D]` to the graph, and return those of all `tokens` tokens.
+def trace(layer: Owner, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor | View, torch.Tensor | View]:
+    """Add the storing of keys and values `[B, H, n, D]` to the graph, and return those of all tokens.
 
-    These are views with `append`, else decoded tensors `[B, H, tokens, D]` with `update`.
+    Steps with fused attention get views, with `append`, others decoded tensors `[B, H, T, D]`, with `update`.
     """
+    if (keys.requires_grad or values.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(
+            "compiled models cannot backpropagate through a compressed cache; use torch.no_grad() or run uncompiled"
+        )
+    tokens, _ = layer.get_mask_sizes(keys.shape[2])
     # Take cos and sin out of the layer, since compiled code does not see attributes set during tracing.
     factors = (None, None) if layer.track is None else layer.track.take()
-    if not views:
+    if not layer.fused or keys.shape[2] > MAX_DECODE_TOKENS:
         return update(keys, values, *factors, layer.number, tokens)
     appended = append(keys, values, *factors, layer.number)
     k_view = TracedView(layer.number, "keys", appended, keys, tokens)

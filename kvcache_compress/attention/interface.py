@@ -5,8 +5,6 @@ either attends over the codes as stored or runs attention over tiles of decoded 
 neither supports, the whole layer is decoded and the previous attention runs on it.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping

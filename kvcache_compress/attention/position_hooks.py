@@ -4,8 +4,6 @@ Caches that encode keys before RoPE need the position embeddings. The config hol
 cache may have been built from another config object with the same content.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Choose a layer's back end by name, device and codecs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """Back end for CPUs: C++ kernels, compiled when first used."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from functools import cache

@@ -6,8 +6,6 @@ merged by
     lse = log Σ_t exp(s_t),   out = Σ_i exp(lse_i - lse) out_i
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -28,7 +26,7 @@ class Tiled(AttentionPath):
     name = "tiled"
     takes_padding_masks = True
 
-    def path(self, call: AttentionCall, keys: View, values: View) -> Tiled | None:
+    def path(self, call: AttentionCall, keys: View, values: View) -> "Tiled | None":
         """Itself, if it supports this call's options, dtypes, head dimensions and device."""
         query, dims = call.query, (keys.sinks.shape[3], values.sinks.shape[3])
         if query.device.type == "cpu":

@@ -3,8 +3,6 @@
 Packed tokens are scored and summed in code space, chunk by chunk; no token is rotated back.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall

@@ -1,7 +1,5 @@
 """Back end for GPUs: Triton kernels. They are imported when first used, because Triton may not be installed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec

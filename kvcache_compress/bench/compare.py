@@ -4,8 +4,6 @@ Only two sequences of the batch are compared, which keeps it fast at long contex
 farthest in memory, and a random one. The others must at least be finite.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

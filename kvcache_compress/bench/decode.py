@@ -1,7 +1,5 @@
 """Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -134,13 +132,7 @@ def _left_padding(keys: View) -> torch.Tensor:
 
 
 def random_view(
-    preset: str,
-    shape: Shape,
-    batch: int,
-    tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    fixed: bool = False,
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fixed: bool = False
 ) -> tuple[View, View, torch.Tensor]:
     """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`.
 

@@ -1,7 +1,5 @@
 """Demonstration: a question about a long text, answered from a full and from compressed caches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Compressed keys and values of one layer for measurements, of any shape, without a model."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

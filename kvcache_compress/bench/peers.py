@@ -4,8 +4,6 @@ Each function takes queries `[B, Hq, D]` and keys and values `[B, H, T, D]`, and
 that returns `[B, Hq, D]`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import cache, partial

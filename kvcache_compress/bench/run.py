@@ -1,7 +1,5 @@
 """Time decode attention on this machine for a model's shape."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Time functions on a device, as medians, and measure the bandwidth of a copy."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Caches of one method each, such as `TurboQuantCache`, over `CompressedCache`."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping

@@ -19,8 +19,6 @@ Rotations are made anew from their seeds, and files of calibration (CommVQ's, sp
 reveals codecs that differ from those of the saving process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from os.path import isdir, isfile
 from pathlib import Path

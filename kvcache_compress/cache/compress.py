@@ -1,7 +1,5 @@
 """`compress` makes a model's `generate` use compressed caches, within a `with` block or until `stop()`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """`CompressedCache`: a `transformers.Cache` whose full-attention layers are compressed as a config says."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -309,11 +307,11 @@ class CompressedCache(Cache, ModelListener):
         self.padding.apply(change)
         for layer in self.compressed_layers.values():
             if layer.track is not None:
-                layer.release_views()
+                layer.handed_out.release()
         for track in self.rope_tracks:
             track.apply(change)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
         """Copy the cache but share the model's config, which holds the fused-attention switch."""
         self._synchronize()
         memo |= {id(config): config for config in (self.decoder_config, self._followed)}

@@ -1,7 +1,5 @@
 """Estimate a cache's size from its config and the model's shape; byte counts come from `codecs/layout.py`."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from os.path import isdir
 from pathlib import Path

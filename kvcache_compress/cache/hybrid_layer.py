@@ -1,7 +1,5 @@
 """Compressed layer for models that have attention and a recurrent state in one layer, such as Falcon-H1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,9 +1,6 @@
 """A compressed cache layer: Transformers' layer interface over a storage of `sinks | packed | tail`."""
 
-from __future__ import annotations
-
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.interface import is_fused
 from kvcache_compress.backends.choice import resolve_backend
-from kvcache_compress.codecs.base import CodecContext, Side
+from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
@@ -25,9 +22,9 @@ from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, che
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
+from kvcache_compress.storage.side import MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.storage.view import View
+from kvcache_compress.storage.view import HandedOut, View
 
 FLUSH_TOKENS = 32
 """Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
@@ -58,10 +55,11 @@ class CompressedLayer(CacheLayerMixin):
         self.index = index
         self.compression = compression
         self.max_cache_len = capacity = compression.max_cache_len
+        self.is_compileable = capacity is not None  # shapes then stay the same, and `generate` compiles the forward
         if capacity is not None:
             # Window buffers are allocated at once, so windows must not be larger than the cache.
-            windows = {name: min(getattr(plan, name), capacity) for name in ("sink_tokens", "recent_tokens")}
-            plan = replace(plan, **windows)
+            sinks, recent = min(plan.sink_tokens, capacity), min(plan.recent_tokens, capacity)
+            plan = replace(plan, sink_tokens=sinks, recent_tokens=recent)
         self.plan = plan
         self.decoder_config = decoder_config
         self.rope = rope
@@ -75,27 +73,19 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.number = ops.register(self, getattr(self, "number", None))
         self.storage: DynamicStorage | StaticStorage | None = None
-        self._forget_bits()
-        self.checks = PackableChecks(self.index)
-        self._accepted: tuple[Any, ...] | None = None
-        self._views: list[weakref.ref[View]] = []
-        """Views that were handed out and may still be in use."""
-        for name in ("batch_size", "cumulative_length"):  # attributes of the tokens that are gone
-            self.__dict__.pop(name, None)
-
-    def _forget_bits(self) -> None:
         if self.budget is not None:
             self.budget.forget(self.index)
-
-    @property
-    def is_compileable(self) -> bool:
-        """True with a static capacity: shapes then stay the same, and `generate` compiles the model's forward."""
-        return self.max_cache_len is not None
+        self.checks = PackableChecks(self.index)
+        self._accepted: tuple[Any, ...] | None = None
+        self.handed_out = HandedOut()
+        for name in ("batch_size", "cumulative_length"):  # attributes of the tokens that are gone
+            self.__dict__.pop(name, None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Build codecs and an empty storage for tensors like these, `[B, H, T, D]`."""
         with self._writable_buffers():
-            self._forget_bits()
+            if self.budget is not None:
+                self.budget.forget(self.index)
             self.dtype, self.device = key_states.dtype, key_states.device
             self.batch_size = key_states.shape[0]
             self._accepted = None
@@ -111,28 +101,19 @@ class CompressedLayer(CacheLayerMixin):
 
     def _new_storage(self, inputs: dict[Side, torch.Tensor]) -> DynamicStorage:
         """Build codecs and an empty storage for keys and values like these, `[B, H, T, D]`."""
-        plan, track, codecs = self.plan, self.track, {}
-        for side, x in inputs.items():
-            context = CodecContext(
-                side=side, head_dim=x.shape[-1], heads=x.shape[1], layer=self.index, seed=self.compression.seed,
-                sink_tokens=plan.sink_tokens, dtype=x.dtype, device=x.device, rope=self.rope,
-            )  # fmt: skip
-            codecs[side] = plan.side(side).codec()(plan.side(side).options(), context)
+        codecs = self.plan.codecs(inputs, self.index, self.compression.seed, self.rope)
         kinds = ((type(codec), codec.options, side) for side, codec in codecs.items())
         backend = resolve_backend(self.compression.backend, self.device, kinds)
         group = math.lcm(*(codec.group for codec in codecs.values()))
         flush = math.lcm(FLUSH_TOKENS, group)
-        windows = Windows(plan.sink_tokens, plan.recent_tokens, flush, group, self.max_cache_len)
+        windows = Windows(self.plan.sink_tokens, self.plan.recent_tokens, flush, group, self.max_cache_len)
         sides = {
-            side: SideState(
-                backend.bind(codec), inputs[side], windows, backend,
-                track if plan.rope_use(side) == "factors" else None, self.padding,
-            )
+            side: SideState(backend.bind(codec), inputs[side], windows, backend, self.track, self.padding)
             for side, codec in codecs.items()
-        }  # fmt: skip
+        }
         return DynamicStorage(
-            sides, windows, self.checks, backend, flushes_steps=self.compression.quantize_generated, track=track,
-            leads_track=track is None or track.leader == self.index, budget=self.budget,
+            sides, windows, self.checks, backend, flushes_steps=self.compression.quantize_generated, track=self.track,
+            leads_track=self.track is None or self.track.leader == self.index, budget=self.budget,
         )  # fmt: skip
 
     def _writable_buffers(self) -> AbstractContextManager[Any]:
@@ -145,10 +126,6 @@ class CompressedLayer(CacheLayerMixin):
         old = self.storage.buffers if isinstance(self.storage, StaticStorage) else None
         static = storage.windows.capacity is not None and (old or self.backend.has_static_steps(self.device))
         self.storage = StaticStorage(storage, old) if static and StaticStorage.is_loadable(storage) else storage
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State of a copy, which has handed out no views."""
-        return self.__dict__ | {"_views": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and give it a number of its own for compiled code."""
@@ -199,18 +176,6 @@ class CompressedLayer(CacheLayerMixin):
             torch.accelerator.synchronize(self.device)
         return replace(self.storage.sides[side].view(), capacity=None).dense()
 
-    def _hand_out(self, *views: View) -> None:
-        """Keep track of views for as long as somebody uses them."""
-        self._views, awaits = [view for view in self._views if view() is not None], self.awaits_queries
-        for view in views:
-            view.owner, view.awaited_queries = self, awaits
-            self._views.append(weakref.ref(view))
-
-    def release_views(self, kept: int | None = None) -> None:
-        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens."""
-        if self._views:
-            self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
@@ -224,18 +189,19 @@ class CompressedLayer(CacheLayerMixin):
                 finite. The cache is unchanged. On a GPU a later update raises, since the check must not stall.
         """
         if torch.compiler.is_compiling():
-            return self._update_when_run(key_states, value_states)
+            found = ops.trace(self, key_states, value_states)
+            if self.max_cache_len is not None and self._keeps_counter(key_states):
+                self.cumulative_length.add_(key_states.shape[2])
+            return found
         capacity, storage = self.max_cache_len, self.storage
         first = capacity is None and (storage is None or not storage.tokens)
         keys, values = self._append(key_states, value_states, counting=capacity is not None)
-        storage = self.storage
-        assert storage is not None
         gradients = (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled()
         fused, awaits = self.fused and not gradients, self.awaits_queries
         if awaits and not fused:
             self.close(None)
         if fused and (awaits or (not first and (keys.packed or capacity is not None))):
-            self._hand_out(keys, values)
+            self.handed_out.add(self, keys, values)
             return keys, values
         if first:
             return key_states, value_states
@@ -246,21 +212,6 @@ class CompressedLayer(CacheLayerMixin):
         if capacity is not None:
             start = (self.cumulative_length - count).clamp(max=capacity - count)
         return keys.dense_with_step(key_states, start), values.dense_with_step(value_states, start)
-
-    def _update_when_run(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
-        """Trace an `update`: add operators to the graph that store and attend when the compiled code runs."""
-        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
-            raise ValueError(
-                "compiled models cannot backpropagate through a compressed cache; use torch.no_grad() or run uncompiled"
-            )
-        tokens = key_states.shape[2]
-        total = self.get_mask_sizes(tokens)[0]
-        found = ops.trace(self, key_states, value_states, total, views=self.fused and tokens <= MAX_DECODE_TOKENS)
-        if self.max_cache_len is not None and self._keeps_counter(key_states):
-            self.cumulative_length.add_(tokens)
-        return found
 
     def _keeps_counter(self, key_states: torch.Tensor) -> bool:
         """True if the layer keeps its counter tensor; compiled code then adds the step's tokens to it itself."""
@@ -298,7 +249,7 @@ class CompressedLayer(CacheLayerMixin):
         self.close(None)
         storage = self.storage
         assert storage is not None
-        self.release_views()
+        self.handed_out.release()
         if isinstance(storage, StaticStorage):
             if storage.is_step(keys.shape[2]):
                 return storage.append(keys, values, self.cumulative_length if counting else None)
@@ -321,19 +272,18 @@ class CompressedLayer(CacheLayerMixin):
             like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
         if like is None or like != self._accepted:
             storage = self.storage
-            check_states(self.index, keys, values, {} if storage is None else storage.dense_like)
+            check_states(self.index, keys, values, *((storage.dense_like, storage.empty) if storage else ()))
             self._check_arrival(keys, values)
-            if storage is None or (keys.shape[0] != self.batch_size and storage.empty):
+            if storage is None or keys.shape[0] != self.batch_size:
                 self.lazy_initialization(keys, values)
             assert self.storage is not None
-            if keys.shape[0] != self.batch_size:
-                raise ValueError(
-                    f"batch of {keys.shape[0]} for a cache that holds {self.batch_size}: change its batch with "
-                    "batch_select_indices or batch_repeat_interleave, or empty it with reset()"
-                )
-            k_held, v_held = self._widened(keys.dtype, values.dtype)
-            self._accepted = like if (k_held, v_held) == (keys.dtype, values.dtype) else None
-            keys, values = keys.to(k_held), values.to(v_held)
+            held, given = [x.dtype for x in self.storage.dense_like.values()], [keys.dtype, values.dtype]
+            wider = held if held == given else list(map(torch.promote_types, held, given))
+            if wider != held:  # the dense tokens held must not lose anything either
+                with self.edited() as storage:
+                    storage.widen(*wider)
+            self._accepted = like if wider == given else None
+            keys, values = keys.to(wider[0]), values.to(wider[1])
         elif self.max_cache_len is not None:
             self._check_arrival(keys, values)
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
@@ -349,18 +299,6 @@ class CompressedLayer(CacheLayerMixin):
         if keys.numel():
             self.checks.add("keys", keys)
             self.checks.add("values", values)
-
-    def _widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Convert dense tokens to dtypes that hold old and new tokens without loss, and return those dtypes."""
-        assert self.storage is not None
-        k_held, v_held = (x.dtype for x in self.storage.dense_like.values())
-        if (k_held, v_held) == (keys, values):
-            return keys, values
-        wider = torch.promote_types(k_held, keys), torch.promote_types(v_held, values)
-        if wider != (k_held, v_held):
-            with self.edited() as storage:
-                storage.widen(*wider)
-        return wider
 
     def views(self) -> tuple[View, View]:
         """Views of all keys and values, as a step of a few tokens attends to them right after it is stored."""
@@ -392,7 +330,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the layer; the next update starts anew, with new statistics."""
-        self.release_views()
+        self.handed_out.release()
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -405,7 +343,7 @@ class CompressedLayer(CacheLayerMixin):
         length = self._length()
         left = tokens_after_crop(tokens_to_remove, length)
         if self.storage is not None and left < length:
-            self.release_views(left)
+            self.handed_out.release(left)
             with self.edited() as storage:
                 storage.crop(left)
 
@@ -422,7 +360,7 @@ class CompressedLayer(CacheLayerMixin):
         self._select(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
 
     def _select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.release_views()
+        self.handed_out.release()
         self._apply(change)
 
     def offload(self) -> None:

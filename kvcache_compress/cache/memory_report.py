@@ -4,8 +4,6 @@ Bytes are the bytes held. The ratio compares with a full cache in the model's ow
 model's own dtype (dense tokens, sides of method `none`) as 16 bits, so that models of different dtypes compare.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

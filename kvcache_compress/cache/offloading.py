@@ -4,8 +4,6 @@ The running layer and the next one are on their device. The next layer is copied
 stream of its own. `transformers.Cache(offloading=True)` does the same; here each device has a stream, and the CPU none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +20,7 @@ class Offloading:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Offloading:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Offloading":
         return Offloading()
 
     @contextmanager

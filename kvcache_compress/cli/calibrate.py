@@ -1,7 +1,5 @@
 """`kvcache-compress calibrate`."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path
@@ -81,14 +79,14 @@ def calibrate(
             found = run(
                 loaded, tokenizer, text, output, settings, report=lambda doing, done, total: line(done, total, doing)
             )
-    console.print(_gains(found) if method == "spectral" else _loss_table(found))
+    if method == "commvq":
+        console.print(_loss_table(found))
+    else:
+        least, mean, most = min(found.values()), statistics.fmean(found.values()), max(found.values())
+        gain = f"{least:.2f} to {most:.2f}, mean {mean:.2f}"
+        console.print(f"gain of the transform in bits per number, over layers: {gain}")
     minutes, size = (time.perf_counter() - started) / 60, output.stat().st_size / 2**20
     console.print(f"{output}: {size:.1f} MiB in {minutes:.1f} minutes", soft_wrap=True)
-
-
-def _gains(found: dict[int, float]) -> str:
-    least, mean, most = min(found.values()), statistics.fmean(found.values()), max(found.values())
-    return f"gain of the transform in bits per number, over layers: {least:.2f} to {most:.2f}, mean {mean:.2f}"
 
 
 def _loss_table(losses: dict[str, Any]) -> Table:

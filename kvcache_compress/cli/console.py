@@ -1,7 +1,5 @@
 """Helpers of all commands: the console, a notice while libraries load, and errors printed as one line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """`kvcache-compress demo`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`kvcache-compress build` and `kvcache-compress doctor`: the CPU kernels, and what is installed."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import PackageNotFoundError, version
 

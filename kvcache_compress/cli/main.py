@@ -1,7 +1,5 @@
 """The application: its commands in the order of the help."""
 
-from __future__ import annotations
-
 import warnings
 
 import typer

@@ -1,7 +1,5 @@
 """`kvcache-compress tune`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Optimal allocation of a budget: pick one option per unit so that the total loss is least."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

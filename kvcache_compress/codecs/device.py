@@ -1,7 +1,5 @@
 """Devices: where constants are made, and where codecs and attention run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -9,8 +9,6 @@ channel `j * width / 8 + c`. So all planes share one channel order, a word unpac
 channels, and a token's row is read with wide loads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

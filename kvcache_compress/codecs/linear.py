@@ -1,7 +1,5 @@
 """Codecs that are linear in their codes, `x = Aᵀ y + μ`: basis A, points y decoded from the fields, optional mean μ."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import reduce

@@ -1,7 +1,5 @@
 """Pack integer codes into bit planes and unpack them, in torch; the reference for the kernels."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

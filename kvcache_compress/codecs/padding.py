@@ -6,8 +6,6 @@ sinks are then tokens `[p, p + S)`, and padding is at indices `[S, S + p)`. All 
 length whatever their padding. Masks are exchanged like the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +26,7 @@ class LeftPadding:
         self.last: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
         """The latest exchanged mask (input, key, result), which all layers of a step share."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LeftPadding:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LeftPadding":
         return self
 
     def partners(self, sinks: int, bound: int | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -83,10 +81,10 @@ class LeftPadding:
         """True for the tokens of each row that are not padding, in their order: bool `[B or 1, tokens]`."""
         return torch.arange(tokens, device=self.tokens.device) >= self.tokens[:, None]
 
-    def row(self, index: int) -> LeftPadding:
+    def row(self, index: int) -> "LeftPadding":
         return self.changed(lambda tokens: tokens[index : index + 1])
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LeftPadding:
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LeftPadding":
         """Return the padding after `change` of the rows; a single entry fits any rows and stays unchanged."""
         return self if len(self.tokens) == 1 else LeftPadding(change(self.tokens), self.longest)
 

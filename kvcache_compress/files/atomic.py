@@ -1,7 +1,5 @@
 """Atomic writing: other processes see either the old file or the complete new one."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """File locks between processes, which the operating system releases however their owner ends."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

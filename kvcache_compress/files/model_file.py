@@ -4,8 +4,6 @@ Metadata, all strings: `kind` of the file, `version` of the kind's format, `head
 and what the kind adds), and `sha256` of the header and of all tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -44,7 +42,7 @@ class ModelFacts(BaseModel):
     layers: int
     rope: dict[str, Any]
 
-    def mismatch(self, here: ModelFacts, *, rope: bool = True, any_model: bool = False) -> str | None:
+    def mismatch(self, here: "ModelFacts", *, rope: bool = True, any_model: bool = False) -> str | None:
         """The reason why a file with these facts cannot serve the model `here`, or None.
 
         Dimensions and, if `rope`, RoPE must agree in any case. Names agree if they are equal or, as for folders, if the
@@ -79,7 +77,7 @@ class ModelFile:
     shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
 
     @classmethod
-    def open(cls, path: str, what: str, kind: str, version: int, advice: str = "") -> ModelFile:
+    def open(cls, path: str, what: str, kind: str, version: int, advice: str = "") -> "ModelFile":
         """Check a file and read its header, once as long as the file does not change."""
         file = Path(path).expanduser()
         if not isfile(file):
@@ -167,12 +165,7 @@ def read_model_file(
 
 
 def write_model_file(
-    path: str | Path,
-    kind: str,
-    version: int,
-    facts: ModelFacts,
-    tensors: Mapping[str, torch.Tensor],
-    **header: Any,
+    path: str | Path, kind: str, version: int, facts: ModelFacts, tensors: Mapping[str, torch.Tensor], **header: Any
 ) -> None:
     """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written."""
     text = json.dumps({"model": facts.model_dump(), **header}, default=str)

@@ -3,8 +3,6 @@
 All errors are one-line `ValueError`s that begin with the name that the caller gives the text.
 """
 
-from __future__ import annotations
-
 import json
 from os.path import isdir, isfile
 from pathlib import Path

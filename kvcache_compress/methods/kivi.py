@@ -4,10 +4,8 @@ For keys, `group_size` consecutive tokens of a channel share a scale and a zero 
 consecutive channels of a token do. Both are stored in 16 bits, so b-bit codes take b + 32 / group_size bits in total.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field as Limits
@@ -17,9 +15,6 @@ from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Sid
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
 class KIVIOptions(MethodOptions):
@@ -82,13 +77,13 @@ class KIVICodec(Codec):
         return (grouped * scale + zero).flatten(axis - 1, axis)
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.kivi import kivi_side
 
         return kivi_side(self.context, self.options.bits, self.options.group_size)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder | None:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.kivi import kivi_encoder
 
         return kivi_encoder(self.context, self.options.bits, self.options.group_size)

@@ -1,9 +1,7 @@
 """Method `none`: keep one side of a layer uncompressed while the other is compressed."""
 
-from __future__ import annotations
-
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,9 +9,6 @@ from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOpti
 from kvcache_compress.codecs.layout import Field
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 
 @register_method
@@ -40,7 +35,7 @@ class DenseCodec(Codec):
         return fields[0].float()
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.dense import dense_side
 
         return dense_side(self.context)

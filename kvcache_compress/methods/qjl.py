@@ -5,12 +5,10 @@ With a sketch S of m rows (Definition 3.1), a key k is stored as `sign(S k)` and
 (section 4.2), so that they do not dominate the error of all channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field as Limits
@@ -26,9 +24,6 @@ from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.codecs.transforms.equalization import Equalize
 from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
@@ -187,13 +182,13 @@ class QJLCodec(LinearCodec):
             yield Part(sketch.span, signs, fields[2 * index + 1].float())
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.qjl import qjl_side
 
         return qjl_side(self.ready_basis(), [sketch.rows for sketch in self.sketches], self.mean)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder | None:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.qjl import qjl_encoder
 
         kind, match = self.options.sketch, self.options.scalar == "match"

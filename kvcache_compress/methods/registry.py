@@ -1,7 +1,5 @@
 """Registry of compression methods: codec classes by name."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from kvcache_compress.codecs.base import Codec

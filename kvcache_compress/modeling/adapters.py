@@ -1,7 +1,5 @@
 """Models wrapped by PEFT: changes go to the inner model, which every call of the wrapper reaches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -66,7 +66,8 @@ def decoder_layers(
         )
     plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
     layers = list(plain.layers)
-    attends = _has_attention(decoder)
+    heads = getattr(_full_attention_config(decoder), "num_attention_heads", None)
+    attends = bool(heads) and "mamba" not in decoder.model_type
     if not attends or not any(is_full_attention(layer) for layer in layers):
         found = ", ".join(sorted(set(layer_types(decoder, layers)))) if attends else "no attention at all"
         raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
@@ -105,8 +106,3 @@ def _layer_type(layer: Any) -> str:
     if is_full_attention(layer):
         return "full_attention"
     return "sliding_attention" if getattr(layer, "is_sliding", False) else type(layer).__name__
-
-
-def _has_attention(config: PreTrainedConfig) -> bool:
-    heads = getattr(_full_attention_config(config), "num_attention_heads", None)
-    return bool(heads) and "mamba" not in config.model_type

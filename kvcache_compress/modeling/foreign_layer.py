@@ -4,8 +4,6 @@ Such a layer keeps its state in attributes: tensors, numbers, flags, dtypes, dev
 integer keys. A new layer of the same class, made from the model's config, shows which attributes and types to expect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

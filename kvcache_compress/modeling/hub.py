@@ -1,7 +1,5 @@
 """Read from the Hugging Face hub or its local cache, failing fast if the hub is unreachable."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Literal, TypeVar

@@ -1,7 +1,5 @@
 """Load models for demonstrations, tests and measurements from the hub, folders or GGUF files."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -3,8 +3,6 @@
 The operations here use plain PyTorch; a back end overrides those that it does faster.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self

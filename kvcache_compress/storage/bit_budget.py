@@ -6,8 +6,6 @@ once all are measured, so the first prompt stays dense until its last layer. A l
 at once, and expects the others to be like those that were measured before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

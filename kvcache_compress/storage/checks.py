@@ -1,7 +1,5 @@
 """Input checks that raise before a cache changes, and that do not make the host wait for a GPU."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -102,8 +100,14 @@ class PackableChecks:
                 raise not_packable_error(side, self.layer)
 
 
-def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
-    """Check that new keys and values are `[B, H, T, D]` and match the sides `held` by the layer, if any."""
+def check_states(
+    layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor] | None = None, any_batch: bool = False
+) -> None:
+    """Check that new keys and values are `[B, H, T, D]` and match the sides `held` by the layer, if any.
+
+    any_batch: True if their batch may differ from that of `held`, which have no tokens.
+    """
+    held = held or {}
     for side, x in (("keys", keys), ("values", values)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
@@ -119,6 +123,11 @@ def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.T
             raise ValueError(
                 f"{side} of layer {layer} have D={x.shape[3]} on {x.device}, but the cache holds D={old.shape[3]} on "
                 f"{old.device}"
+            )
+        if x.shape[0] != old.shape[0] and not any_batch:
+            raise ValueError(
+                f"batch of {x.shape[0]} for a cache that holds {old.shape[0]}: change its batch with "
+                "batch_select_indices or batch_repeat_interleave, or empty it with reset()"
             )
 
 

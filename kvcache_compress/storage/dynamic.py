@@ -1,7 +1,5 @@
 """Growing storage of a layer whose token counts the host knows: `sinks | packed | tail` per side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,7 +106,7 @@ class DynamicStorage:
         k_side, v_side = self.sides.values()
         return k_side.view(), v_side.view()
 
-    def as_dynamic(self) -> DynamicStorage:
+    def as_dynamic(self) -> "DynamicStorage":
         """Return the storage itself; `StaticStorage` has the same method."""
         return self
 
@@ -375,7 +373,7 @@ class DynamicStorage:
             if packed < state.store.tokens or sinks < state.sinks.shape[2]:
                 state.crop(sinks, packed, self.windows.group)
             else:
-                state.tail.truncate(left - sinks - packed)
+                state.tail.tokens = left - sinks - packed
         self.watch.crop(left)
         if self.due is not None:
             due = self.windows.leaving(keys.tail.tokens)

@@ -1,7 +1,5 @@
 """Eras: runs of packed tokens coded with the same statistics, and when a new one begins."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Buffers of one side of a layer: packed fields and the dense tail."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -163,9 +161,6 @@ class TailBuffer:
         """Allocate a buffer for `tokens` tokens with the usual spare capacity; `batch` defaults to the current one."""
         own, heads, _, dim = self.buffer.shape
         return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)
-
-    def truncate(self, tokens: int) -> None:
-        self.tokens = tokens
 
     def clear(self) -> None:
         """Drop all tokens and free their memory."""

@@ -1,7 +1,5 @@
 """One side of a layer: its codec and its three segments `sinks | packed | tail`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -78,7 +76,8 @@ class SideState:
         self.eras: tuple[Era, ...] = (Era(0, codec),)
         """Statistics of the packed tokens, oldest first; a new era makes a new tuple."""
         self.backend, self.capacity = backend, windows.capacity
-        self.track, self.padding = track, padding
+        needs_rope = codec.rope_use(codec.options, codec.context.side) == "factors"
+        self.track, self.padding = track if needs_rope else None, padding
         self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
         self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
         self.tail = TailBuffer(like, windows.recent + windows.flush)

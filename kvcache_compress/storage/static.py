@@ -8,8 +8,6 @@ one, each step encodes as many tokens as it adds, so that all steps cost the sam
 On CPUs, which have no graphs, a static layer uses a `DynamicStorage` with a capacity.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Dense tokens and counters of a static layer, and its step in plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +7,6 @@ import torch
 
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.padding import LeftPadding
-from kvcache_compress.modeling.rope import Rope
 
 from .checks import LONGEST, longest
 from .side import SideState, Windows
@@ -100,8 +97,10 @@ class StepBuffers:
     def encode(self, sides: Mapping[Side, SideState], count: int) -> None:
         """Encode the groups completed by the `count` tokens, already counted, that just left the recent window."""
         for side, state in sides.items():
-            x, groups = self._leaving(side, state.codec.group, count)
-            state.store.write(groups, state.codec.encode(x, self._rope(state, count)), state.codec.group)
+            group = state.codec.group
+            x, groups = self._leaving(side, group, count)
+            rope = None if state.track is None else state.track.gather(self._groups(group, count)[1])
+            state.store.write(groups, state.codec.encode(x, rope), group)
 
     def exchange_new_sinks(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
         """In left-padded rows, exchange padding held as sinks with the new tokens that belong there."""
@@ -129,12 +128,6 @@ class StepBuffers:
         tokens = (first[:, None] + torch.arange(group, device=first.device)).flatten()
         x = self.tail[side].index_select(2, tokens % windows.tail_capacity)
         return x, torch.where(new, groups, windows.packed_capacity // group)
-
-    def _rope(self, state: SideState, count: int) -> Rope | None:
-        if state.track is None:
-            return None
-        _, groups = self._groups(state.codec.group, count)
-        return state.track.gather(groups)
 
     def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token count between sinks and recent window, and the groups that `count` tokens may complete."""

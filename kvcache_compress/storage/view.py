@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,10 @@ class Owner(Protocol):
     track: RopeTrack | None
 
     @property
+    def fused(self) -> bool:
+        """True if steps attend to views."""
+
+    @property
     def awaits_queries(self) -> bool:
         """True if packing must wait until `close` brings the step's queries."""
 
@@ -72,6 +77,9 @@ class Owner(Protocol):
 
     def close(self, call: AttentionCall | None) -> None:
         """End a step: pack the tokens that had to wait for its queries."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will attend to."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
@@ -303,6 +311,30 @@ class View:
 
     def __repr__(self) -> str:
         return f"View({self.side}, shape={tuple(self.shape)}, packed={self.packed})"
+
+
+class HandedOut:
+    """Views that a layer handed out, for as long as somebody uses them; a copy has none."""
+
+    def __init__(self) -> None:
+        self._views: list[weakref.ref[View]] = []
+
+    def __reduce__(self) -> tuple[type[HandedOut], tuple[()]]:
+        return HandedOut, ()
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def add(self, owner: Owner, *views: View) -> None:
+        self._views, awaits = [view for view in self._views if view() is not None], owner.awaits_queries
+        for view in views:
+            view.owner, view.awaited_queries = owner, awaits
+            self._views.append(weakref.ref(view))
+
+    def release(self, kept: int | None = None) -> None:
+        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens."""
+        if self._views:
+            self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
 
 
 @cache

@@ -4,8 +4,6 @@ The sides of all eras have the same form. Only numbers that depend on statistics
 other along the heads, so that head `h` of era `e` is head `e H + h`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -5,8 +5,6 @@ kernel compiled for their types, alignments and constants. A plan remembers the 
 passes addresses where Triton expects tensors. Its owner compares everything else that Triton inspects.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar

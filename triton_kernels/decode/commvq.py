@@ -7,8 +7,6 @@
 The table holds the codebooks of `ResidualBooks`, `[H, G, R, N, 2, g]` of keys and `[H, G, R, N, w]` of values.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ Products of float32 operands are exact (`input_precision="ieee"`); 16-bit ones a
 FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`assembly.py`); the other path is portable.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

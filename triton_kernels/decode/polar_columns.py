@@ -10,8 +10,6 @@ any angles. The radius times the entry gives both halves below it. Levels 4 to 7
 memory at once; in a tree of four levels, level 4 is undone like the others.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,9 +9,6 @@ A single radius per token stays out of the tree: it multiplies the score and the
 of two and pairing by halves stays as it is. `polar_columns.py` has a faster path for 128 channels.
 """
 
-from __future__ import annotations
-
-from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -20,25 +17,12 @@ import triton.language as tl
 
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import PLANES
-from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, LevelCodes, PolarTree
 from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import fields_of, load_scales, planes
 from kvcache_compress.triton_kernels.common.operands import KernelSide, with_mean
 
 from . import polar_columns
-
-
-class Level(NamedTuple):
-    """The members of `LevelCodes`, and the start of the level's entries in the joined tables."""
-
-    bits: int
-    count: int
-    field: int
-    row: int
-    offset: int
-    words: int
-    base: int
-    start: int
 
 
 class Tree(NamedTuple):
@@ -54,7 +38,7 @@ class Tree(NamedTuple):
     coded: bool
     fast: bool
     keys: bool
-    levels: tuple[Level, ...]
+    levels: tuple[LevelCodes, ...]
 
 
 @triton.jit
@@ -188,15 +172,6 @@ def padding(head_dim: int) -> tuple[int, int]:
     return odd, triton.next_power_of_2(odd)
 
 
-def levels_of(tree: PolarTree) -> tuple[Level, ...]:
-    """Constants of all levels, whose entries follow each other in the joined tables."""
-    levels, start = [], 0
-    for level in tree.levels:
-        levels.append(Level(*astuple(level), start))
-        start += 2**level.bits
-    return tuple(levels)
-
-
 def polarquant_recursive_side(
     side: Side, tree: PolarTree, books: tuple[AngleCodebook, ...], basis: torch.Tensor,
     radius_table: torch.Tensor | None, mean: torch.Tensor | None,
@@ -222,7 +197,7 @@ def polarquant_recursive_side(
     radii = sum(len(PLANES[bits]) for bits, _ in tree.widths)
     return KernelSide(
         score if keys else accumulate,
-        Tree(odd, pad, tree.roots, radii, coded, fast, keys, levels_of(tree)),
+        Tree(odd, pad, tree.roots, radii, coded, fast, keys, tree.levels),
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
         words=polar_columns.words(books).to(device) if fast else None,

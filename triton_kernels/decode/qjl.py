@@ -5,8 +5,6 @@ With sketches i of rows S_i, signs g_i[t] and stored scales c_i[t] (QJL, Definit
     score:  s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

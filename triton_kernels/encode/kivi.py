@@ -1,7 +1,5 @@
 """KIVI's encoders: minimum, scale and codes of whole groups in one launch (Liu et al., section 3.2)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -3,8 +3,6 @@
 The codes are those of `encode` in `codecs/quantizers/polar_tree.py`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,11 +10,11 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES
-from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, LevelCodes, PolarTree
 from kvcache_compress.codecs.quantizers.scalar import Scalar
 from kvcache_compress.triton_kernels.common.codes import low_bits, planes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
-from kvcache_compress.triton_kernels.decode.polarquant_recursive import Level, halves, levels_of, padding, points
+from kvcache_compress.triton_kernels.decode.polarquant_recursive import halves, padding, points
 
 from .turboquant import SCALARS, UNBIASED, rotated
 
@@ -51,7 +49,7 @@ class EncodedTree(NamedTuple):
     coded: bool
     centred: bool
     stride: int
-    levels: tuple[Level, ...]
+    levels: tuple[LevelCodes, ...]
     shared: tuple[SharedWords, ...]
 
 
@@ -217,7 +215,7 @@ def polarquant_recursive_encoder(
     stride = rows.stride(0) if len(rows) > 1 else 0
     meta = EncodedTree(
         *padding(tree.head_dim), tree.roots, books[0].lower, SCALARS.index(scalar), radius_range is not None,
-        mean is not None, stride, levels_of(tree), shared_words(tree),
+        mean is not None, stride, tree.levels, shared_words(tree),
     )  # fmt: skip
     bounds, table = (torch.cat([getattr(book, name) for book in books]) for name in ("bounds", "points"))
     tables = (rows, bounds, table, bounds if radius_range is None else radius_range, bounds if mean is None else mean)

@@ -6,8 +6,6 @@ No angle is computed: a point rotated back to the first quarter is `(u, v)`, and
 `v cos β ≥ u sin β`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

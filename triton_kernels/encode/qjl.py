@@ -3,8 +3,6 @@
 g = sign(S k),  c = ‖k‖ times a constant (`norm`), or ‖k‖ / ‖Sᵀ g‖ (`match`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

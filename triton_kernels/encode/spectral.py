@@ -10,8 +10,6 @@ rescaling these points optimally gains over s. Torch computes energy minus gain,
 float32 suffices. Points are symmetric about zero, so only the positive ones are searched.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

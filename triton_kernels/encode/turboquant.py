@@ -3,8 +3,6 @@
 `encode_tokens` follows the contract of `KernelEncoder`, so steps of static layers use it too (`write_slots.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

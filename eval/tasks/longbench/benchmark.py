@@ -5,8 +5,6 @@
 Published figures need the benchmark's own prompts (`--prompts`); the default ones are worded differently.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
@@ -54,8 +52,7 @@ class LongBench(Benchmark):
         default="auto", description="Tokenizer's chat template; auto: not for few-shot and code."
     )
     cached_question: bool = Field(
-        default=False,
-        description="Feed what follows the context through the cache under test. The papers prefill it.",
+        default=False, description="Feed what follows the context through the cache under test. The papers prefill it."
     )
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -3,8 +3,6 @@
 LongBench (Bai et al., 2023, arXiv:2308.14508) has 21 tasks. LongBench-E has 13 of them, with lengths spread evenly.
 """
 
-from __future__ import annotations
-
 import tempfile
 import zipfile
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcache_compress.eval.tasks.samples import check_columns, read_jsonl
+from kvcache_compress.files.text import read_yaml
 from kvcache_compress.modeling.hub import check_hub
 from kvcache_compress.validation import quoted, require
 
@@ -48,33 +47,8 @@ class Task:
     in_e: bool = False
 
 
-_EXAMPLES: dict[str, Any] = {"chat": False, "first_line": True}
-_CODE: dict[str, Any] = {"chat": False, "in_e": True}
 TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task("narrativeqa", "single_document_qa", "qa_f1", 128),
-        Task("qasper", "single_document_qa", "qa_f1", 128, in_e=True),
-        Task("multifieldqa_en", "single_document_qa", "qa_f1", 64, in_e=True),
-        Task("multifieldqa_zh", "single_document_qa", "qa_f1_zh", 64, "zh"),
-        Task("hotpotqa", "multi_document_qa", "qa_f1", 32, in_e=True),
-        Task("2wikimqa", "multi_document_qa", "qa_f1", 32, in_e=True),
-        Task("musique", "multi_document_qa", "qa_f1", 32),
-        Task("dureader", "multi_document_qa", "rouge_l_zh", 128, "zh"),
-        Task("gov_report", "summarization", "rouge_l", 512, in_e=True),
-        Task("qmsum", "summarization", "rouge_l", 512),
-        Task("multi_news", "summarization", "rouge_l", 512, in_e=True),
-        Task("vcsum", "summarization", "rouge_l_zh", 512, "zh"),
-        Task("trec", "few_shot", "classification", 64, in_e=True, **_EXAMPLES),
-        Task("triviaqa", "few_shot", "qa_f1", 32, in_e=True, **_EXAMPLES),
-        Task("samsum", "few_shot", "rouge_l", 128, in_e=True, **_EXAMPLES),
-        Task("lsht", "few_shot", "classification", 64, "zh", **_EXAMPLES),
-        Task("passage_count", "synthetic", "count", 32, in_e=True),
-        Task("passage_retrieval_en", "synthetic", "retrieval", 32, in_e=True),
-        Task("passage_retrieval_zh", "synthetic", "retrieval_zh", 32, "zh"),
-        Task("lcc", "code", "code_similarity", 64, **_CODE),
-        Task("repobench-p", "code", "code_similarity", 64, **_CODE),
-    )
+    name: Task(name, **fields) for name, fields in read_yaml(Path(__file__).with_name("tasks.yaml")).items()
 }
 GROUPS = tuple(dict.fromkeys(task.group for task in TASKS.values()))
 

@@ -1,7 +1,5 @@
 """LongBench's prompts: templates, chat template, and truncation in the middle."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ class Template:
     after: str
 
     @classmethod
-    def parse(cls, text: str, where: str) -> Template:
+    def parse(cls, text: str, where: str) -> "Template":
         """Split a template after its context; `where` is its name in messages.
 
         Raises:

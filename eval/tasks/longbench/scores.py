@@ -4,8 +4,6 @@ A metric takes a prediction and one right answer and returns 0 to 1, as LongBenc
 (Bai et al., 2023, section 4 and table 1). `best_score` is the best over all right answers.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import statistics

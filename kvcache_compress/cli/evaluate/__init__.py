@@ -1,7 +1,5 @@
 """`kvcache-compress eval`: a file per command."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

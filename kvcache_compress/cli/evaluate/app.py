@@ -1,7 +1,5 @@
 """The commands of `kvcache-compress eval`: one per benchmark, `compare` and `report`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +56,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def report(
-    file: Annotated[Path, typer.Argument(help="Results of a comparison (.jsonl), finished or not.")],
-) -> None:
+def report(file: Annotated[Path, typer.Argument(help="Results of a comparison (.jsonl), finished or not.")]) -> None:
     """Write a comparison's report: one HTML file, and its plots."""
     for path in write_report(file):
         typer.echo(path)

@@ -1,7 +1,5 @@
 """A command of `kvcache-compress eval` for each benchmark, made from the benchmark's options."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Sequence

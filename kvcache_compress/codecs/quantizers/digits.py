@@ -9,8 +9,6 @@ Points are linear in the digits, so the weights go into the query map. Every hea
 each kind, whichever channels they belong to, and kernels see 2-bit and 1-bit components as in TurboQuant.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

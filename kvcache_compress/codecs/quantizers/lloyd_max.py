@@ -1,7 +1,5 @@
 """Scalar codebooks for the coordinates of random unit vectors (TurboQuant, section 3.1 and Lemma 1)."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Quantize points in polar coordinates: PolarQuant's codes of RoPE pairs (Wu et al., section 3.2)."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -8,9 +8,8 @@ Quantizing needs only comparisons. A point (x, y) lies beyond the boundary β if
 compare squares of radii, so no angle and no square root is computed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,12 +37,11 @@ class AngleCodebook:
     bounds: torch.Tensor
     lower: int
 
-    def to(self, device: torch.device) -> AngleCodebook:
+    def to(self, device: torch.device) -> "AngleCodebook":
         return AngleCodebook(self.angles, self.points.to(device), self.bounds.to(device), self.lower)
 
 
-@dataclass(frozen=True)
-class LevelCodes:
+class LevelCodes(NamedTuple):
     """Place of the `count` codes of one level in memory: code p is slot `base + p` of `words` words.
 
     Levels of a multiple of eight codes have words of their own; coarser levels of equal bits share words.
@@ -56,15 +54,17 @@ class LevelCodes:
         offset: first of the level's words in that row.
         words: number of these words.
         base: slot of the level's first code in these words.
+        start: the level's first point in the joined tables of all levels.
     """
 
     bits: int
-    count: int
+    count: int  # type: ignore[assignment]
     field: int
     row: int
     offset: int
     words: int
     base: int
+    start: int
 
     @property
     def fills_words(self) -> bool:
@@ -118,11 +118,12 @@ def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
         widths.append((width, CODES_PER_WORD * (words + shared)))
         field += len(PLANES[width])
     rows = {width: codes // CODES_PER_WORD for width, codes in widths}
-    levels = tuple(
-        LevelCodes(level_bits, counts[index], placed[index][0], rows[level_bits], *placed[index][1:])
-        for index, level_bits in enumerate(bits)
-    )
-    return PolarTree(head_dim, counts[-1], levels, tuple(widths))
+    levels, start = [], 0
+    for index, level_bits in enumerate(bits):
+        field, offset, words, base = placed[index]
+        levels.append(LevelCodes(level_bits, counts[index], field, rows[level_bits], offset, words, base, start))
+        start += 2**level_bits
+    return PolarTree(head_dim, counts[-1], tuple(levels), tuple(widths))
 
 
 @on_cpu

@@ -1,7 +1,5 @@
 """Scalar quantization of unit vectors with a codebook, and the one scalar stored per vector."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Sign sketches of residuals and keys (QJL, Definition 3.1; the second stage of TurboQuant's Algorithm 2)."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -11,8 +11,6 @@ The encoder finds the path of least error through the trellis (Viterbi's algorit
 agree to the bit. It first finds the state at the ends of a token from the `WARM_UP` numbers on either side.
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from operator import xor

@@ -1,7 +1,5 @@
 """Centring of keys, for methods that code directions: codes hold `k - μ`, and `q·μ` is added to the scores."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch

@@ -5,8 +5,6 @@ rotation spreads the large channels' errors over all channels, where they domina
 `e² = RMS(k) / RMS(q)`: the errors of the scaled keys are even, and `e q` multiplies each of them.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Annotated, Literal, TypeAlias

@@ -1,7 +1,5 @@
 """Random rotations, which spread a vector's energy evenly over its coordinates."""
 
-from __future__ import annotations
-
 import torch
 
 

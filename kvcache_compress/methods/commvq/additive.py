@@ -9,8 +9,6 @@ c_b> needs 2N inner products per vector and a table `[N, N]` that depends on the
 All functions accept leading dimensions `*` (heads, groups), equal in both arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

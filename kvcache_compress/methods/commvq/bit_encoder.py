@@ -1,7 +1,5 @@
 """CommVQ's encoder of values (section 4.1): bits of tokens, over all heads together, and their decoding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

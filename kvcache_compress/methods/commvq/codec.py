@@ -10,7 +10,7 @@ codebooks come from a file that calibration writes (`codebook_file.py`).
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field as Limits
@@ -28,8 +28,6 @@ from .residual import ResidualBooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 DEFAULT_BITS = 2.0
 LARGEST_GAIN = 2.0
@@ -145,7 +143,7 @@ class CommVQCodec(Codec):
         return accumulated @ self.books.codebook.float() if isinstance(self.books, BitEncoder) else accumulated
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.commvq import bits_side, books_side
 
         if isinstance(self.books, BitEncoder):

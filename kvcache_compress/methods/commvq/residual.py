@@ -1,7 +1,5 @@
 """CommVQ's residual codebooks of one side of a layer: encode tokens of all heads to packed codes, and decode them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Angles of level 1 lie on the circle [0, 2π), deeper ones in [0, π/2]. After a 
 level ℓ ≥ 2 has the density `Γ(m) / (2^(m-2) Γ(m/2)²) sin^(m-1)(2ψ)` with `m = 2^(ℓ-1)`, whatever the data.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

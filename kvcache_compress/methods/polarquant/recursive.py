@@ -6,11 +6,9 @@ have a known density, narrower at each level, so no zero point or scale is neede
 `norm` preserves norms and `match` is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field as Limits
@@ -30,9 +28,6 @@ from kvcache_compress.methods.registry import register_method
 from kvcache_compress.validation import AnyTuple
 
 from .codebooks import make_codebook, offline_codebook, online_codebook
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 RADIUS_CODES = 256
 OCTAVES_BELOW, OCTAVES_ABOVE = 6.0, 4.0
@@ -193,14 +188,14 @@ class PolarQuantRecursiveCodec(LinearCodec):
         yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self.books))
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.polarquant_recursive import polarquant_recursive_side
 
         basis = self.ready_basis()
         return polarquant_recursive_side(self.context.side, self.tree, self.books, basis, self.radius_table, self.mean)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.polarquant_recursive import polarquant_recursive_encoder
 
         rows = self.encoding_rows(self.basis)

@@ -5,12 +5,10 @@ channels (section 3). The radius takes `radius_bits`, scaled per channel or per 
 `angle_bits`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field as Limits
@@ -25,9 +23,6 @@ from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.rope import RopeLayout
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
 class PolarQuantRopeOptions(MethodOptions):
@@ -175,13 +170,13 @@ class PolarQuantRopeCodec(LinearCodec):
         yield Part(slice(x.shape[-1]), self._matched(fields, x))
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.polarquant_rope import polarquant_rope_side
 
         return polarquant_rope_side(self.codes, self.points, self.ready_basis(), self.mean)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.polarquant_rope import polarquant_rope_encoder
 
         scale = self.scale if self.options.radius_scale == "channel" else None

@@ -6,12 +6,10 @@ levels[codes]` along rows of a basis. Whole bits take one component, fractional 
 `prod` estimator adds one with levels ±1 along the rows of `S R`, a sketch of the residual.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field as Limits
@@ -22,6 +20,7 @@ from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Ro
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers import trellis
+from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center, check_for_keys
@@ -30,10 +29,8 @@ from kvcache_compress.codecs.transforms.rotation import random_rotation
 from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
 
-from .components import Codebook, Estimator, build_components, channel_sets, component_bits
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
+Estimator = Literal["mse", "prod"]
+Codebook = Literal["trellis", "lloyd_max", "uniform"]
 
 
 class TurboQuantOptions(MethodOptions):
@@ -65,7 +62,7 @@ class TurboQuantOptions(MethodOptions):
     sketch: SketchKind = "orthogonal"
 
     @model_validator(mode="after")
-    def _check_estimator(self) -> TurboQuantOptions:
+    def _check_estimator(self) -> "TurboQuantOptions":
         if self.estimator == "prod" and self.scalar not in (None, "norm"):
             raise ValueError(f"scalar={self.scalar!r} for turboquant must be 'norm' with estimator 'prod'")
         if self.estimator == "prod" and self.codebook == "trellis":
@@ -205,13 +202,13 @@ class TurboQuantCodec(LinearCodec):
             at += planes + 1
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
 
         return turboquant_side(self.context.side, self.components, self.ready_basis(), self.mean)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder | None:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.turboquant import turboquant_encoder
 
         if self._sketches:
@@ -223,3 +220,45 @@ class TurboQuantCodec(LinearCodec):
     def cpu_side(self) -> CPUSide:
         bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
         return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)
+
+
+def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
+    """Split `head_dim` channels into sets (width, bits): one for whole bits, else outliers first, then the others."""
+    low = math.floor(bits)
+    if bits == low:
+        return ((head_dim, low),)
+    outliers = round(head_dim * outlier_fraction / CODES_PER_WORD) * CODES_PER_WORD
+    outliers = min(max(outliers, CODES_PER_WORD), head_dim - CODES_PER_WORD)
+    return ((outliers, low + 1), (head_dim - outliers, low))
+
+
+def component_bits(estimator: Estimator, bits: int) -> tuple[tuple[int, bool], ...]:
+    """Components of one channel set, as (bits, is sketch)."""
+    if estimator == "mse":
+        return ((bits, False),)
+    return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
+
+
+def build_components(
+    estimator: Estimator, codebook: Codebook | None, sets: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Component, ...]:
+    """Components of all channel sets `(width, bits)`, in the order of their rows and fields."""
+    components: list[Component] = []
+    start, wanted = 0, estimator == "mse" and codebook in (None, "trellis")
+    for index, (width, set_bits) in enumerate(sets):
+        for bits, sketch in component_bits(estimator, set_bits):
+            coded = wanted and bits in trellis.TRELLIS_BITS and width >= trellis.LEAST_WIDTH
+            even = codebook == "uniform" or (bits == 1 and not coded)
+            if sketch:
+                levels = torch.tensor([-1.0, 1.0], device="cpu")
+            elif codebook == "uniform":
+                levels = uniform_levels(width, bits).float()
+            else:
+                levels = (trellis.trellis_levels if coded else lloyd_max_levels)(width, bits).float()
+                if bits == 4:  # kernels look these up by magnitude
+                    levels = outward(levels)
+            levels = levels.to(device)
+            table = levels if coded else packing.level_table(levels, bits)
+            components.append(Component(bits, width, start, index, sketch, levels, table, even, coded))
+            start += width
+    return tuple(components)

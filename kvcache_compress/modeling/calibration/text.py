@@ -1,7 +1,5 @@
 """Read calibration text from files, cut into windows of tokens."""
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

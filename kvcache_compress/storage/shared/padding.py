@@ -1,7 +1,5 @@
 """Record of a batch's left padding, shared by the layers of a cache."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Slots of a static layer, and which token each holds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.method_cases import make_codec
 
-from kvcache_compress.methods.turboquant.components import channel_sets
+from kvcache_compress.methods.turboquant.codec import channel_sets
 
 
 def keys_with_a_mean(share: float, dim: int = 64, heads: int = 2) -> torch.Tensor:

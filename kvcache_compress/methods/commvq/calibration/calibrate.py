@@ -1,7 +1,5 @@
 """Calibrate CommVQ: train codebooks for a model on a text, and write them to a file (`codebook_file.py`)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -84,7 +82,7 @@ class CommVQSettings:
                 raise ValueError(f"{name}={getattr(self, name)!r} for commvq must {must}")
 
     @classmethod
-    def quick(cls, **changes: Any) -> CommVQSettings:
+    def quick(cls, **changes: Any) -> "CommVQSettings":
         """Settings for a quick calibration, with less text and fewer steps."""
         short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
         return cls(**short | changes)

@@ -1,7 +1,5 @@
 """Collect a model's keys before RoPE and values on a text, in one file per layer and side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.modeling.decoder import cache_argument, head_dim_of
-from kvcache_compress.modeling.rope import RopeLayout, rope_layout, rotary_embedding
+from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 
 
 def _layer_file(folder: Path, layer: int, side: Side) -> Path:
@@ -53,14 +51,10 @@ def collect(
             decoder(input_ids=window[None].to(model.device), **{cache_argument(): cache}, use_cache=True)
             for layer in layers:
                 states = cache.layers[layer]
-                unrotated = _interleaved(layout.unrotate(states.keys, factors), layout)
+                unrotated = torch.stack(layout.split(layout.unrotate(states.keys, factors)), -1).flatten(-2)
                 files[layer, "keys"].write(_bytes(unrotated, f"keys of layer {layer}"))
                 files[layer, "values"].write(_bytes(states.values, f"values of layer {layer}"))
             on_window()
-
-
-def _interleaved(keys: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
-    return torch.stack(layout.split(keys), -1).flatten(-2)
 
 
 def _bytes(states: torch.Tensor, name: str) -> bytes:

@@ -18,8 +18,6 @@ some rounds.
 Vectors are `[B, n, d]`: B heads train at once. Complex vectors have real and imaginary parts interleaved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -6,8 +6,6 @@ of Gumbel-softmax, with a straight-through gradient of their soft version. The n
 ends at the deterministic codes of inference; the codebook is then the least-squares one for those codes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
