@@ -89,11 +89,9 @@ def operand_place(o_w):
 
 @triton.jit
 def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
-    b_tiles = ()
-    base = 0
+    b_tiles, base, o_q = (), 0, o_r * total(SIDE.widths)
     for i in tl.static_range(len(SIDE.widths)):
-        o_q = base + o_r * total(SIDE.widths)
-        b_tiles = b_tiles + (query_tile(p_mapped, o_q, m_r, SIDE.widths[i], SIDE.fours[i]),)
+        b_tiles = b_tiles + (query_tile(p_mapped + base, o_q, m_r, SIDE.widths[i], SIDE.fours[i]),)
         base += SIDE.widths[i]
     return b_tiles
 

@@ -6,8 +6,6 @@ A packed token's logit, in base 2, is then its score against `mapped`, times `fa
 (max |q_d| times the largest 1-norm of a column of A), so `mapped` fits 16-bit operands whatever the query's range.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ two words A and B of a thread and returns pairs (A_j, B_j) of their fields j.
 `tests/triton_kernels/test_compiled.py` runs the assembly without a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -152,8 +152,7 @@ def load_scales(p_scales, tile):
 
 
 TRITON_39 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
-"""Before 3.9, a lane of the tensor cores holds four neighbouring columns of an operand that has a join, else two pairs.
-With 8-bit codes and 16 channels, joins were also wrong."""
+"""Before 3.9 a join gives lanes four neighbouring columns of an operand, and fails with 8-bit codes, 16 channels."""
 
 
 @triton.jit

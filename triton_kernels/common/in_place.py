@@ -4,8 +4,6 @@ With a 16-bit word's other bits masked off, a code is a subnormal float16, `code
 maps absorb the places and the middle code (`in_place`).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ Uniform levels of four bits ascend and need no table: a code in the mantissa of 
 `levels` and `trellis_levels` return one tile per field j of a token's words (see `codes.py`).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

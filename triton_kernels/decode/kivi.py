@@ -1,7 +1,5 @@
 """KIVI's device functions: `x = code * scale + zero`, grouped along tokens or channels."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ In the second quarter, 5-bit angles (midpoints of their cells) mirror those of t
 changes its sign.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

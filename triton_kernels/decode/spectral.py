@@ -11,8 +11,6 @@ channels, then their imaginary parts. Digit weights multiply the mapped queries,
 stays exact in float16. The portable path rotates, maps and scores in float32.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any, NamedTuple

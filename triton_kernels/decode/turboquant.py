@@ -6,8 +6,6 @@ With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQ
     accumulate:  acc_i += (p[t] c_i[t]) L_i[codes_i[t]],      output = Σ_i A_iᵀ acc_i
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

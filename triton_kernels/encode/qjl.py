@@ -30,11 +30,7 @@ class Sketch(NamedTuple):
 
 
 class Sketches(NamedTuple):
-    """Constants of the encoder: all sketches of a key.
-
-    padded: head dimension, a power of two; stride: numbers between the rows of two heads, 0 if they share them.
-    centred, weighted, match: whether keys are centred, channels weighted, and norms matched.
-    """
+    """All sketches of a key. `stride`: numbers between the rows of two heads, 0 if they share them."""
 
     padded: int
     stride: int

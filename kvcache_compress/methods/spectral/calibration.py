@@ -1,7 +1,5 @@
 """Calibrate `spectral`: measure moments of a model's keys and queries on text, in two streaming passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,11 +7,9 @@ first token of the group (its anchor) and μ the mean key before RoPE. Scores st
 stores one scalar, whose scale the encoder searches for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BeforeValidator
@@ -46,8 +44,6 @@ from .statistics_file import check_model, load_layer, read_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MEAN_UNIT = 64.0
 """Divides one factor of the table of means and multiplies the other, so that both fit 16 bits."""
@@ -196,7 +192,7 @@ class SpectralCodec(LinearCodec):
         return not (may_wait and self.least_tokens()) and super().prepare(x)
 
     @classmethod
-    def check_model(cls, options: SpectralOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
+    def check_model(cls, options: SpectralOptions, side: Side, config: "PreTrainedConfig", layer: int) -> None:
         file = _file(options)
         known = rope_layout(config, head_shape(config)[0]) is not None if file is None else bool(file.facts.rope)
         unknown = rotary_embedding(config) is not None or getattr(config, "rotary_dim", None) is not None
@@ -280,14 +276,14 @@ class SpectralCodec(LinearCodec):
         return scores.transpose(2, 3).flatten(3)
 
     @cached_property
-    def kernel_side(self) -> KernelSide:
+    def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.spectral import spectral_side
 
         levels, means = self.digit_levels[0], (self.means.float(), self.places.float())
         return spectral_side(self.context, self.group, self.digits, levels, self.inverse, *means)
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder | None:
+    def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.spectral import spectral_encoder
 
         keys, means = (self.encode_basis, self.deviation), (self.means.float(), self.places.float())

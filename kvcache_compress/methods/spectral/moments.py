@@ -6,12 +6,10 @@ of p (1 - p) over the group. Sinks and recent tokens are left out, because they 
 would follow the many queries that attend only to the sinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -215,7 +213,7 @@ class MeanSums:
     tokens: int = 0
 
     @classmethod
-    def zeros(cls, heads: int, head_dim: int, device: torch.device | None = None) -> MeanSums:
+    def zeros(cls, heads: int, head_dim: int, device: torch.device | None = None) -> Self:
         return cls(torch.zeros(heads, head_dim, dtype=torch.float64, device=device))
 
     def add(self, window: Window) -> None:
@@ -255,7 +253,7 @@ class KeyMoments:
     sampled: int = 0
 
     @classmethod
-    def zeros(cls, heads: int, head_dim: int, device: torch.device | None = None) -> KeyMoments:
+    def zeros(cls, heads: int, head_dim: int, device: torch.device | None = None) -> Self:
         keys, plain, queries = torch.zeros(3, heads, head_dim, head_dim, dtype=torch.float64, device=device)
         return cls(keys, plain, queries, keys.new_zeros(heads))
 

@@ -1,7 +1,5 @@
 """Statistics of spectral keys measured on the cached text, without a file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

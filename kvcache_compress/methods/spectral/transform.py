@@ -7,8 +7,6 @@ The mean key before RoPE becomes another vector at each position in a group. Mos
 the table of these vectors has hardly more than `RANK` dimensions; the rest stays in the keys and is coded with them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
