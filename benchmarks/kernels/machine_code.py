@@ -134,6 +134,7 @@ KNOWN_STACK = {
     "turboquant-3.5bit: attend_kernel": 8,
     "turboquant-k3v2: attend_kernel": 8,
     "turboquant-2bit: write_slots_kernel": 16,
+    "qjl-3bit: write_slots_kernel": 8,
     "commvq-paper: attend_kernel": 24,
     "commvq-2bit: attend_kernel": 72,
 }
