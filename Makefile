@@ -23,7 +23,7 @@ demo: $(VENV)/.runs
 	$(BIN)/kvcache-compress demo
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # the order of tests/conftest.py
 
 check: $(VENV)/.tests build/bench
 	$(BIN)/ruff check .
