@@ -107,9 +107,9 @@ def ladder(budgets: Table) -> str:
     ]
     text = markdown_table(["cache", "bits", "KL", "99.9 %", "take it for"], lines, (0, -1))
     return (
-        f"{text}\n\nA preset's name counts the bits of codes alone. Prompts of "
+        f"{text}\n\nSmolLM2-135M-Instruct, prompts of "
         f"{cells['hqq-4'].benchmark['options']['prefix']:,} tokens of six kinds of text; 16 sinks and 64 recent tokens "
-        "stay dense, except in Transformers' own caches."
+        "stay dense, except in Transformers' own caches. A preset's name counts the bits of codes alone."
     )
 
 

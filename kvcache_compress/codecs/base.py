@@ -275,7 +275,10 @@ class Codec(ABC):
         """Estimate `constant_bytes` of one layer without a model, from a codec on the CPU."""
         half = head_dim // 2
         rope = RopeLayout(tuple(range(2 * half)), half, tuple(range(half)))
-        context = CodecContext(side, head_dim, heads, 0, 0, 0, torch.float32, torch.device("cpu"), rope)
+        context = CodecContext(
+            side=side, head_dim=head_dim, heads=heads, layer=0, seed=0, sink_tokens=0, dtype=torch.float32,
+            device=torch.device("cpu"), rope=rope,
+        )  # fmt: skip
         codec = cls(options, context)
         codec.prepare(torch.randn(1, heads, 128, head_dim, generator=torch.Generator().manual_seed(0)))
         return codec.constant_bytes()

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr, FOURS: tl.constexpr = False):
-    """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says, or with `FOURS` as it is.
+    """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says; FOURS keeps that order.
 
     A lane loads what it holds as an operand of the tensor cores. In the order of columns the compiler would move the
     queries between lanes in every iteration.

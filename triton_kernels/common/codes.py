@@ -152,7 +152,7 @@ def load_scales(p_scales, tile):
 
 
 TRITON_39 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
-"""Before 3.9 a join gives lanes four neighbouring columns of an operand, and fails with 8-bit codes, 16 channels."""
+"""Before 3.9 joins give a lane four neighbouring columns of an operand, and break 8-bit codes with 16 channels."""
 
 
 @triton.jit
