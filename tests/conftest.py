@@ -59,7 +59,8 @@ def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_era(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics of the first tokens that are packed, however few, with their queries alone; never of later tokens."""
     from kvcache_compress.codecs import base
-    from kvcache_compress.storage import eras, side
+    from kvcache_compress.storage import side
+    from kvcache_compress.storage.adaptive import eras
 
     for name in ("LEAST_TOKENS", "LEAST_IN_STEPS"):
         monkeypatch.setattr(base, name, 1)

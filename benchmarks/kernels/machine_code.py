@@ -33,7 +33,7 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import VARIANTS, Shape, single_layer, use_backend
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import preset_names
-from kvcache_compress.storage.eras import Era
+from kvcache_compress.storage.adaptive.eras import Era
 from kvcache_compress.triton_kernels.common import plan
 
 TARGETS = {

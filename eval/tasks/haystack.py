@@ -18,7 +18,7 @@ _SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 @cache
 def _parts() -> list[list[str]]:
     """Parts of sentences: who, did what, where, when."""
-    return list(read_yaml(Path(__file__).with_name("sentences.yaml")).values())
+    return list(read_yaml(Path(__file__).with_name("data") / "sentences.yaml").values())
 
 
 def plain_sentences(seed: int | str) -> Iterator[str]:

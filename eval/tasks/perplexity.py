@@ -27,7 +27,7 @@ from kvcache_compress.validation import AnyPath, AnyTuple
 from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
-DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
+DEFAULT_TEXT = Path(__file__).with_name("data") / "default_text.txt"
 
 
 class Perplexity(ForcedBenchmark):

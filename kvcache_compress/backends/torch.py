@@ -6,8 +6,8 @@ Packed tokens are scored and summed in code space, chunk by chunk; no token is r
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.adaptive.eras import runs
 from kvcache_compress.storage.backend import Backend
-from kvcache_compress.storage.eras import runs
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, AttentionPath, View
 

@@ -16,7 +16,7 @@ from kvcache_compress.codecs.base import CodecContext, MethodOptions, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
 from kvcache_compress.methods.commvq.codebook_file import CENTRES, group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.eras import Era
+from kvcache_compress.storage.adaptive.eras import Era
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.static import StaticStorage

@@ -24,7 +24,7 @@ from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
-from kvcache_compress.storage.bit_budget import BitBudget
+from kvcache_compress.storage.adaptive.bit_budget import BitBudget
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, check_croppable, tokens_after_crop
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack

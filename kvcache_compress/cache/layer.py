@@ -17,7 +17,7 @@ from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.bit_budget import BitBudget
+from kvcache_compress.storage.adaptive.bit_budget import BitBudget
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord

@@ -11,10 +11,10 @@ from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 
+from .adaptive.bit_budget import BitBudget, output_losses
+from .adaptive.eras import MOST_ERAS, Watch
 from .backend import Backend
-from .bit_budget import BitBudget, output_losses
 from .checks import PackableChecks
-from .eras import MOST_ERAS, Watch
 from .shared.rope_track import RopeTrack
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from .view import View

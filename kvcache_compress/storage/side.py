@@ -11,8 +11,8 @@ from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.rope import Rope
 
+from .adaptive.eras import Era, renewed, runs
 from .checks import same_prompt
-from .eras import Era, renewed, runs
 from .packed_store import PackedStore, TailBuffer
 from .shared.padding import PaddingRecord
 from .shared.rope_track import RopeTrack

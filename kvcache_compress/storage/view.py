@@ -20,7 +20,7 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 
-from .eras import Era, runs
+from .adaptive.eras import Era, runs
 from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
 from .shared.slots import Slots

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import SIDES
-from kvcache_compress.storage import bit_budget
+from kvcache_compress.storage.adaptive import bit_budget
 
 METHODS: dict[str, dict[str, Any]] = {
     "spectral": {"method": "spectral", "bits": 3, "group": 32},

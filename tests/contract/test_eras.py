@@ -19,8 +19,9 @@ from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Codec, Prompt
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.methods.spectral import prefill
-from kvcache_compress.storage import eras, side
-from kvcache_compress.storage.eras import Era, runs
+from kvcache_compress.storage import side
+from kvcache_compress.storage.adaptive import eras
+from kvcache_compress.storage.adaptive.eras import Era, runs
 
 METHODS: dict[str, dict[str, Any]] = {
     "spectral": {"method": "spectral", "bits": 3, "group": 32},

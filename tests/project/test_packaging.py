@@ -38,7 +38,7 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
         "triton_kernels/attention/kernel.py",
         "cpu_kernels/attention/attend.cpp",
         "cpu_kernels/attention/softmax.h",
-        "eval/tasks/default_text.txt",
+        "eval/tasks/data/default_text.txt",
         "eval/reporting/report.html.j2",
         "eval/tasks/longbench/prompts.yaml",
     )

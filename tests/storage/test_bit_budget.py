@@ -10,7 +10,7 @@ from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.config import SideConfig
-from kvcache_compress.storage.bit_budget import BITS_APART, BitBudget, output_losses
+from kvcache_compress.storage.adaptive.bit_budget import BITS_APART, BitBudget, output_losses
 
 LAYERS = 12
 DIM = 64

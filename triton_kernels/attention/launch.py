@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.eras import runs
+from kvcache_compress.storage.adaptive.eras import runs
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.common.eras import joined
 from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile, is_fast, launch_options, next_power_of_2

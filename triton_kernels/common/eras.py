@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.storage.eras import Era
+from kvcache_compress.storage.adaptive.eras import Era
 
 from .operands import KernelSide
 from .plan import MAX_NARROW, kept

@@ -10,7 +10,7 @@ import torch
 
 from kvcache_compress.bench.compare import relative_error
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.eras import Era, runs
+from kvcache_compress.storage.adaptive.eras import Era, runs
 from kvcache_compress.storage.view import AttentionPath, View
 from support.files.commvq_files import codebook_file
 from support.files.spectral_files import statistics_file

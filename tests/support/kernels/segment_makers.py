@@ -11,7 +11,7 @@ import torch
 
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.eras import Era
+from kvcache_compress.storage.adaptive.eras import Era
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.view import View
 from support import method_cases

@@ -19,7 +19,7 @@ from support.kernels.attention_cases import (
 from support.kernels.segment_makers import make_side
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.eras import Era
+from kvcache_compress.storage.adaptive.eras import Era
 from kvcache_compress.storage.shared.slots import Slots
 from kvcache_compress.triton_kernels.attention import launch
 

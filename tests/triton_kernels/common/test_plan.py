@@ -24,7 +24,7 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
-from kvcache_compress.storage.eras import Era
+from kvcache_compress.storage.adaptive.eras import Era
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common.plan import Launch, Plan
 from kvcache_compress.triton_kernels.encode import launch as encode

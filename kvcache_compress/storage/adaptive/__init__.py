@@ -1,0 +1,1 @@
+"""What follows the text: statistics by era, and bits by layer."""
