@@ -1,11 +1,16 @@
-"""Cut texts of five kinds from public data and from Python itself, each into a half to tune on and one to compare on.
+"""Cut texts of five kinds into a half to tune on and a half to compare on, and texts of six kinds that are held out.
 
     python benchmarks/studies/texts.py --data data --output texts
 
-`data` holds `essays/*.txt`, LongBench's `multi_news.jsonl` and GSM8K's `train-400.jsonl` in their public formats. Code
-is the source of Python's standard library, and help texts are its docstrings, so both depend on Python's version.
-`texts/tune` is for `kvcache-compress tune`, and `benchmarks/comparisons/budgets.yaml` compares caches on
-`texts/compare`.
+`data` holds `essays/*.txt`, LongBench's `multi_news.jsonl` and `multifieldqa_zh.jsonl` and GSM8K's `train-400.jsonl` in
+their public formats. Code is the source of Python's standard library, and help texts are its docstrings, so both depend
+on Python's version.
+
+- `texts/tune` is for `kvcache-compress tune`.
+- `texts/compare` is for choices: defaults were chosen on it, and `benchmarks/comparisons/budgets.yaml` runs on it.
+- `texts/held-out` takes part in no choice. `benchmarks/comparisons/held-out.yaml` measures the README's figures on it:
+  code and help texts of other modules, the reference of Python's language, docstrings of NumPy, articles in Chinese,
+  and the licences that every Debian system has.
 """
 
 import ast
@@ -13,8 +18,10 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Annotated
 
+import numpy as np
 import typer
 
 MODULES = (
@@ -24,6 +31,14 @@ MODULES = (
     "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "trace", "turtle", "typing", "zipfile",
 )  # fmt: skip
 """Modules of the standard library that give code and help texts."""
+OTHER_MODULES = (
+    "asyncio/base_events", "asyncio/streams", "asyncio/tasks", "email/message", "email/_header_value_parser",
+    "multiprocessing/managers", "multiprocessing/pool", "json/decoder", "logging/__init__", "logging/config",
+    "unittest/mock", "unittest/case", "http/client", "http/server", "tkinter/__init__", "urllib/request",
+    "urllib/parse", "concurrent/futures/process", "_pydecimal", "ssl", "socketserver", "tokenize", "weakref", "uuid",
+    "traceback", "dis", "inspect", "zipfile/__init__", "webbrowser", "xmlrpc/client",
+)  # fmt: skip
+"""Modules whose code and help texts are held out."""
 SOURCES = {"essays": "essays", "news": "longbench/multi_news.jsonl", "mathematics": "gsm8k/train-400.jsonl"}
 
 
@@ -56,16 +71,42 @@ def pieces(data: Path) -> dict[str, list[str]]:
     }
 
 
+def held_out(data: Path) -> dict[str, str]:
+    """Each kind of text that takes part in no choice.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [path for name in OTHER_MODULES if (path := library / f"{name}.py").exists()]
+    modules = [path.read_text(encoding="utf-8") for path in paths]
+    package = [path.read_text(encoding="utf-8") for path in sorted(Path(np.__path__[0]).glob("*/*.py"))]
+    licences = [path for path in sorted(Path("/usr/share/common-licenses").iterdir()) if not path.is_symlink()]
+    return {
+        "code": "\n\n".join(modules[::4]),
+        "help": "\n\n".join(text for index, module in enumerate(modules) if index % 4 for text in _docstrings(module)),
+        "reference": "\n\n".join(topics.values()),
+        "numpy": "\n\n".join(text for module in package for text in _docstrings(module)),
+        "chinese": "\n\n".join(row["context"] for row in _rows(data / "longbench" / "multifieldqa_zh.jsonl")),
+        "licences": "\n\n".join(path.read_text(encoding="utf-8") for path in licences),
+    }
+
+
 def main(
     data: Annotated[Path, typer.Option(help="Folder of the public data.")] = Path("data"),
     output: Annotated[Path, typer.Option(help="Folder for the texts.")] = Path("texts"),
 ) -> None:
     for kind, parts in pieces(data).items():
         for half, name in enumerate(("tune", "compare")):
-            path = output / name / f"{kind}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n\n".join(parts[half::2]), encoding="utf-8")
-            typer.echo(f"{path}: {path.stat().st_size} bytes")
+            _write(output / name / f"{kind}.txt", "\n\n".join(parts[half::2]))
+    for kind, text in held_out(data).items():
+        _write(output / "held-out" / f"{kind}.txt", text)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    typer.echo(f"{path}: {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

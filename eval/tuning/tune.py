@@ -10,6 +10,7 @@ from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, SideConfig
+from kvcache_compress.storage.packed_store import SLACK
 
 from .rules import with_choices
 from .sensitivity import Choices, Sensitivity
@@ -47,7 +48,7 @@ class Budget:
         if self.bits is not None:
             return (self.bits - packed_bits(config, dim, layers, heads)) * 2 * dim * layers / 8
         assert self.memory is not None
-        packed = max(1, self.tokens - config.sink_tokens - config.recent_tokens)
+        packed = max(1, self.tokens - config.sink_tokens - config.recent_tokens) * (1 + SLACK)
         taken = total_bytes(config, layers, heads, dim, self.tokens, self.batch)
         return (self.memory - taken) / (self.batch * heads * packed)
 

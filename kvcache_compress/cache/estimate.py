@@ -1,18 +1,23 @@
 """Estimate a cache's size from its config and the model's shape; byte counts come from `codecs/layout.py`."""
 
+import math
 from importlib.resources import files
 from os.path import isdir
 from pathlib import Path
 from typing import NamedTuple
 
 from kvcache_compress.codecs.base import SIDES
-from kvcache_compress.codecs.layout import bytes_per_token
+from kvcache_compress.codecs.layout import bytes_per_token, group_tokens
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from kvcache_compress.modeling.hub import from_cache_or_hub
+from kvcache_compress.storage.packed_store import grown_capacity
 from kvcache_compress.storage.shared.rope_track import DTYPE as ROPE_DTYPE
 from kvcache_compress.storage.shared.rope_track import rope_rows
+from kvcache_compress.storage.side import Windows
 from kvcache_compress.validation import one_line, quoted
+
+from .layer import FLUSH_TOKENS
 
 BF16_BYTES = 2
 
@@ -58,17 +63,25 @@ def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_h
 def cache_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
-    """Bytes of the tokens in a bfloat16 model's cache, `tokens` per sequence, in its `layers` full-attention layers.
+    """Bytes that a growing cache of a bfloat16 model holds for tokens after a prompt of `tokens` per sequence.
 
     Excludes `rope_bytes` and `constant_bytes`; see `total_bytes`.
+
+    Args:
+        layers: full-attention layers.
     """
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
-        dense = min(tokens, plan.sink_tokens + plan.recent_tokens) if plan.compresses else tokens
-        per_head: float = dense * 2 * head_dim * BF16_BYTES
+        held: float = 2 * tokens * head_dim * BF16_BYTES
         if plan.compresses:
-            per_head += (tokens - dense) * side_bytes(plan, head_dim)
-        total += batch * kv_heads * per_head
+            layouts = [plan.layout(side, head_dim) for side in SIDES]
+            groups = [group_tokens(layout) for layout in layouts]
+            windows = Windows(plan.sink_tokens, plan.recent_tokens, math.lcm(FLUSH_TOKENS, *groups), math.lcm(*groups))
+            packed = windows.leaving(tokens - windows.sinks)
+            held = 2 * (min(tokens, windows.sinks) + windows.recent + windows.flush) * head_dim * BF16_BYTES
+            for layout, group in zip(layouts, groups, strict=True):
+                held += grown_capacity(packed, group) * bytes_per_token(layout)
+        total += batch * kv_heads * held
     return total
 
 

@@ -55,4 +55,3 @@ def memory(
                 continue
             table.add_row(name, size_text(size), f"{full / size:.2f}")
     console.print(table)
-    console.print("A growing cache also holds spare capacity for its next tokens, up to an eighth more.")

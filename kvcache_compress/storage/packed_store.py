@@ -9,7 +9,7 @@ import torch
 from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.layout import Field
 
-SLACK = 1 / 8
+SLACK = 1 / 32
 """Largest share of a growing buffer that may be unused."""
 
 
@@ -26,7 +26,7 @@ def _writable(buffer: torch.Tensor) -> torch.Tensor:
 class PackedStore:
     """Append-only buffers, one per field: `[B, H, capacity / field.tokens, *field.shape]`.
 
-    Stored tokens are never rewritten. A full buffer grows by an eighth (`SLACK`), so each token is copied about eight
+    Stored tokens are never rewritten. A full buffer grows by `SLACK`, so each token is copied about 32
     times in all. Fields grow one after the other, so only one is held twice.
     """
 
@@ -118,7 +118,7 @@ FIRST_TOKENS = 256
 class TailBuffer:
     """Dense tokens of one side after the packed ones, `[B, H, capacity, D]`, written in place.
 
-    The buffer grows by an eighth at a time, so each token is copied about eight times at most.
+    The buffer grows by `SLACK` at a time, so each token is copied about 32 times at most.
 
     Args:
         like: `[B, H, T, D]`, for shape, dtype and device.

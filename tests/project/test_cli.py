@@ -91,10 +91,10 @@ def test_build_says_what_came_of_it(monkeypatch: pytest.MonkeyPatch, problem: st
 
 
 def test_estimates_by_hand() -> None:
-    """Estimates at 4 bits, D = 128 by hand: 64 bytes of codes and 2 of scale per vector; 80 of 1,000 tokens dense."""
+    """Estimates at 4 bits, D = 128 by hand: 64 bytes of codes and 2 of scale per vector; of 1,000 tokens 896 packed."""
     config = load_config("turboquant-4bit")
     assert packed_bits(config, 128) == pytest.approx(8 * 66 / 128)
-    per_head = 80 * 2 * 128 * 2 + (1000 - 80) * 2 * 66
+    per_head = (16 + 64 + 32) * 2 * 128 * 2 + int(896 * (1 + 1 / 32)) * 2 * 66
     assert cache_bytes(config, layers=3, kv_heads=2, head_dim=128, tokens=1000) == 3 * 2 * per_head
     # A rotation, 16 levels and the 256 pairs of them per side; no sinks, so that keys are not centred.
     constants = 3 * 2 * ((128 * 128 + 16) * 4 + 256 * 8)
@@ -110,8 +110,8 @@ def test_estimates_of_commvq_by_hand() -> None:
     assert packed_bits(config, 64, layers=30, kv_heads=3) == pytest.approx(8 * (90 * per_head + 128) / (90 * 128))
     books = 2 * 3 * 64 * 64 * (11 + 21)
     assert constant_bytes(config, 30, 3, 64) == 30 * books
-    dense = 80 * 90 * 2 * 64 * 2
-    assert total_bytes(config, 30, 3, 64, 180, batch=2) == 2 * (dense + 100 * 90 * per_head + 164 * 128) + 30 * books
+    dense = (16 + 64 + 32) * 90 * 2 * 64 * 2
+    assert total_bytes(config, 30, 3, 64, 180, batch=2) == 2 * (dense + 99 * 90 * per_head + 164 * 128) + 30 * books
 
 
 def test_memory_where_a_preset_does_not_fit() -> None:

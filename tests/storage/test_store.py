@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from kvcache_compress import TurboQuantCache
 from kvcache_compress.codecs.layout import Field
-from kvcache_compress.storage.packed_store import FIRST_TOKENS, PackedStore, TailBuffer
+from kvcache_compress.storage.packed_store import FIRST_TOKENS, SLACK, PackedStore, TailBuffer
 
 FIELDS = (Field("codes", torch.int32, (4,)), Field("scale", torch.float16, (8,), tokens=32))
 
@@ -23,7 +23,7 @@ def block(start: int, tokens: int = 32) -> tuple[torch.Tensor, ...]:
 
 
 def test_long_run() -> None:
-    """Over 20,000 tokens, 32 at a time, at most an eighth is unused, and a token is copied about eight times."""
+    """Over 20,000 tokens, 32 at a time, at most 1/32 is unused, and a token is copied about 32 times."""
     store = new_store()
     moves = copied = 0
     for start in range(0, 20_000, 32):
@@ -31,15 +31,15 @@ def test_long_run() -> None:
         before, capacity = store.tokens, store.capacity
         store.append(block(start), 32, growing=True)
         used = sum(store.bytes_used().values())
-        assert used <= store.bytes_allocated() <= 1.125 * used
+        assert used <= store.bytes_allocated() <= (1 + SLACK) * used
         if store.capacity != capacity:
-            assert store.capacity <= max(1.125 * capacity + 36, before + 36), "grows by an eighth, never doubles"
+            assert store.capacity <= max((1 + SLACK) * (capacity + 32), before + 33), "never doubles"
             moves += 1
             copied += before
         else:
             assert [buffer.data_ptr() for buffer in store.buffers] == held
-    assert moves < 60
-    assert copied < 10 * store.tokens
+    assert moves < 150
+    assert copied < 36 * store.tokens
     codes, scale = store.read(0, store.tokens)
     assert torch.equal(codes, block(0, store.tokens)[0])
     assert torch.equal(scale, block(0, store.tokens)[1])
@@ -72,17 +72,17 @@ def test_truncate_gives_room_back() -> None:
 
 
 def test_a_wide_window_takes_room_as_it_fills() -> None:
-    """A wide window's buffer grows by an eighth at a time, up to the window, also after tokens are replaced."""
+    """A wide window's buffer grows little by little, up to the window, also after tokens are replaced."""
     tail, moves, copied = TailBuffer(torch.zeros(1, 1, 0, 2), 5000), 0, 0
     for step in range(5000):
         pointer, before = tail.buffer.data_ptr(), tail.tokens
         tail.append(numbers(step, 1))
         if tail.buffer.data_ptr() != pointer:
             moves, copied = moves + 1, copied + before
-        assert tail.buffer.shape[2] <= min(5000, max(FIRST_TOKENS, 1.125 * tail.tokens))
+        assert tail.buffer.shape[2] <= min(5000, max(FIRST_TOKENS, (1 + SLACK) * tail.tokens))
     assert torch.equal(tail.view(), numbers(0, 5000))
-    assert moves < 40
-    assert copied < 10 * 5000
+    assert moves < 110
+    assert copied < 36 * 5000
     tail.replace(tail.view()[:, :, 32:])
     address = tail.buffer.data_ptr()
     for step in range(32):
