@@ -149,19 +149,20 @@ def turboquant_side(
             unit = float(levels[1] - levels[0]) / (1 if placed else lookup.unit(bits))
         if table >= 0 and not placed and (bits == 3 or not even):
             if trellis:
-                words.append(lookup.trellis_table(levels, bits, runs[0].padded))
+                words.append(lookup.trellis_table(levels, bits))
             else:
                 words.append(assembly.byte_table(levels / unit, bits))
         middle = []
         for run in runs:
             parts.append(Part(run, len(tiles), even, trellis, table, placed, run is runs[-1]))
-            halves = run.padded // 2 if in_halves(bits, run.padded, trellis) else run.padded
-            fours += [table >= 0 and assembly.in_fours(halves) for _ in code_tiles(_width(run))]
+            halved = in_halves(bits, run.padded, trellis)
+            joined = 8 if halved and run.padded == 16 else run.padded
+            fours += [table >= 0 and assembly.in_fours(joined) for _ in code_tiles(_width(run))]
             tiles += code_tiles(_width(run))
             widest.append(assembly.warps(_width(run)))
             own = part.unflatten(1, (CODES_PER_WORD, run.words))[:, :, run.first : run.first + run.count].flatten(1, 2)
             own = unit * in_code_order(own, (_width(run),))
-            if in_halves(bits, run.padded, trellis):
+            if halved:
                 own = own.unflatten(1, (8, run.padded // 2, 2)).transpose(2, 3).flatten(1, 3)
             if placed:
                 own, share = in_place.in_place(own, bits, keys).tensor_split([own.shape[1]], 1)
