@@ -1,4 +1,4 @@
-// Encoder of CommVQ: one round of the greedy search of additive.py, with matrix products by torch, and packing.
+// Encoder of CommVQ: one round of the greedy search of additive.py, with matrix products by torch.
 #include <limits>
 
 #include "decode/commvq.h"
@@ -111,23 +111,24 @@ class PairSearch {
 };
 
 // Codes [..., n, CODES] of the points nearest to z [..., n, w], and the residual of z. `products` are those of z with
-// the rows [..., CODES * N, w]; a point is the sum of one row from each run of N.
+// the rows of tables [..., CODES, N, w]; a point is the sum of one row from each table.
 template <class Search>
-std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, const Tensor& table, const Tensor& rows) {
+std::vector<Tensor> subtract_points(const Tensor& z, const Tensor& products, const Tensor& table,
+                                    const Tensor& tables) {
   constexpr int64_t CODES = Search::CODES;
-  const int64_t width = z.size(z.dim() - 1), count = z.size(z.dim() - 2), centres = rows.size(rows.dim() - 2) / CODES;
-  for (const Tensor& x : {z, products, table, rows}) {
+  const int64_t width = z.size(z.dim() - 1), count = z.size(z.dim() - 2), centres = tables.size(tables.dim() - 2);
+  for (const Tensor& x : {z, products, table, tables}) {
     STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
   }
-  const int64_t books = rows.numel() / (CODES * centres * width), terms = table.numel() / books;
-  STD_TORCH_CHECK(rows.numel() == books * CODES * centres * width && z.numel() == books * count * width,
-                  "codebooks of ", rows.numel(), " numbers for ", z.numel(), " in vectors of ", width);
+  const int64_t books = tables.numel() / (CODES * centres * width), terms = table.numel() / books;
+  STD_TORCH_CHECK(tables.numel() == books * CODES * centres * width && z.numel() == books * count * width,
+                  "codebooks of ", tables.numel(), " numbers for ", z.numel(), " in vectors of ", width);
   STD_TORCH_CHECK(terms == (CODES == 1 ? centres : centres * centres), terms, " costs of ", centres, " centres");
   STD_TORCH_CHECK(products.numel() == books * count * CODES * centres, products.numel(), " products of ", books * count,
                   " vectors with ", CODES * centres, " rows");
   const Tensor codes = empty_field(z, CODES, ScalarType::Long), residual = empty_field(z, width, ScalarType::Float);
   const float *numbers = z.const_data_ptr<float>(), *inner = products.const_data_ptr<float>();
-  const float *costs = table.const_data_ptr<float>(), *points = rows.const_data_ptr<float>();
+  const float *costs = table.const_data_ptr<float>(), *points = tables.const_data_ptr<float>();
   auto* all_codes = codes.mutable_data_ptr<int64_t>();
   auto* rest = residual.mutable_data_ptr<float>();
   each_range(z, [&](int64_t first, int64_t end) {
@@ -147,36 +148,16 @@ std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, co
   return {codes, residual};
 }
 
-// Twin of `additive.pack_codes`: packs codes [..., n] into one run of bits each.
-Tensor pack_run(const Tensor& codes, int64_t bits) {
-  STD_TORCH_CHECK(codes.is_contiguous() && bits > 0 && bits < 32, "contiguous codes of 1 to 31 bits are needed");
-  const int64_t count = codes.size(codes.dim() - 1), bytes = (count * bits + 7) / 8;
-  const Tensor packed = empty_field(codes, bytes, ScalarType::Byte);
-  const auto* from = codes.const_data_ptr<int64_t>();
-  auto* to = packed.mutable_data_ptr<uint8_t>();
-  each_range(codes, [&](int64_t vector, int64_t end) {
-    for (; vector < end; ++vector) {
-      uint8_t* byte = to + vector * bytes;
-      uint64_t pending = 0;
-      int64_t pending_bits = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        pending |= static_cast<uint64_t>(from[vector * count + i]) << pending_bits;
-        for (pending_bits += bits; pending_bits >= 8; pending_bits -= 8, pending >>= 8) {
-          *byte++ = static_cast<uint8_t>(pending);
-        }
-      }
-      if (pending_bits > 0) *byte = static_cast<uint8_t>(pending);
-    }
-  });
-  return packed;
+// Twin of `additive.nearest`.
+std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, const Tensor& costs,
+                                     const Tensor& tables) {
+  return tables.size(tables.dim() - 3) == RowSearch::CODES ? subtract_points<RowSearch>(z, products, costs, tables)
+                                                           : subtract_points<PairSearch>(z, products, costs, tables);
 }
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(subtract_nearest_row, "(Tensor z, Tensor products, Tensor squares, Tensor rows) -> Tensor[]",
-                          subtract_nearest<RowSearch>)
-KVCACHE_COMPRESS_OPERATOR(subtract_nearest_pair, "(Tensor z, Tensor products, Tensor table, Tensor rows) -> Tensor[]",
-                          subtract_nearest<PairSearch>)
-KVCACHE_COMPRESS_OPERATOR(pack_run, "(Tensor codes, int bits) -> Tensor", pack_run)
+KVCACHE_COMPRESS_OPERATOR(subtract_nearest, "(Tensor z, Tensor products, Tensor costs, Tensor tables) -> Tensor[]",
+                          subtract_nearest)
 
 }  // namespace kvcache_compress

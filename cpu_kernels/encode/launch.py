@@ -78,19 +78,8 @@ def attention_costs(
     return by_key, by_query
 
 
-def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `additive.complex_step` for float32 `z` `[*, n, 2g]`; products by torch, so that codes are equal."""
-    codes, residual = build.operators().subtract_nearest_pair.default(z, z @ rows.mT, costs, rows)
+def nearest(z: torch.Tensor, tables: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `additive.nearest` for float32 `z` `[*, n, w]`; products by torch, so that codes are equal."""
+    products = z @ tables.flatten(-3, -2).mT
+    codes, residual = build.operators().subtract_nearest.default(z, products, costs, tables)
     return codes, residual
-
-
-def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `additive.real_step` for float32 `x` `[*, n, d]`."""
-    codes, residual = build.operators().subtract_nearest_row.default(x, x @ rows.mT, costs, rows)
-    return codes, residual
-
-
-def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Twin of `additive.pack_codes` for int64 `codes` `[..., n]`."""
-    packed: torch.Tensor = build.operators().pack_run.default(codes.contiguous(), bits)
-    return packed

@@ -33,7 +33,7 @@ class LaunchedProcesses(OneProcess):
         self.device = self._state.device
 
     def gather(self, item: Any) -> list[Any]:
-        return list(gather_object([item])) if self.count > 1 else [item]
+        return list(gather_object([item]))
 
     def close(self) -> None:
         self._state.destroy_process_group()

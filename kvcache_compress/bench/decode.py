@@ -1,10 +1,8 @@
 """Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -163,34 +161,29 @@ def random_view(
 
 def measure_decode(
     presets: Sequence[str],
-    shapes: dict[str, Shape],
+    name: str,
+    shape: Shape,
     batches: Sequence[int],
     lengths: Sequence[int],
     device: torch.device,
     repeats: int = 20,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[DecodeTime]:
-    """Measure full and compressed attention in `dtype` for every combination, and yield each row at once.
+    """Measure full and compressed attention in `dtype` for every batch and length, and yield each row at once.
 
     A failure becomes a row with its `error`.
     """
-    for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
-        call = (name, shape, batch, tokens, device, dtype, repeats)
-        full = _or_error("full", call, full_time)
-        yield replace(full, speedup=1.0, bound=1.0) if full.milliseconds else full
-        for preset in presets:
-            row = _or_error(preset, call, partial(compressed_time, preset))
+    for batch, tokens in itertools.product(batches, lengths):
+        call, full = (name, shape, batch, tokens, device, dtype, repeats), None
+        for cache in ("full", *presets):
+            try:
+                row = compressed_time(cache, *call) if full else full_time(*call)
+            except Exception as error:
+                row = DecodeTime(cache, name, batch, tokens, error=error_message(error))
+            full = full or row
             if row.milliseconds and row.bits and full.milliseconds and full.bits:
                 row = replace(row, speedup=full.milliseconds / row.milliseconds, bound=full.bits / row.bits)
             yield row
-
-
-def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[..., DecodeTime]) -> DecodeTime:
-    try:
-        return measure(*call)
-    except Exception as error:
-        name, _, batch, tokens = call[:4]
-        return DecodeTime(cache, name, batch, tokens, error=error_message(error))
 
 
 def _stored(side: View) -> int:

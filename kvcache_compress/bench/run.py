@@ -66,7 +66,7 @@ def run_bench(
     name = without_folders(model)
     rows: list[DecodeTime] = []
     bandwidth = copy_bandwidth(place)
-    for row in measure_decode(presets, {name: shape}, batches, lengths, place, repeats, getattr(torch, dtype)):
+    for row in measure_decode(presets, name, shape, batches, lengths, place, repeats, getattr(torch, dtype)):
         rows.append(replace(row, cache=Path(row.cache).name))
         on_row(rows[-1])
     if output is not None:

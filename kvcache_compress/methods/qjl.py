@@ -18,7 +18,7 @@ from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part
-from kvcache_compress.codecs.quantizers.scalar import quantize
+from kvcache_compress.codecs.quantizers.scalar import Component, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.codecs.transforms.equalization import Equalize
@@ -28,6 +28,8 @@ from kvcache_compress.methods.registry import register_method
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
 """Fewest outlier channels; with fewer, an orthogonal sketch has few distinct sign patterns."""
+WORDS_AT_ONCE = 16
+"""Words of a token that Triton unpacks at a time; 512 signs at once would spill registers."""
 Rows = Annotated[int, Limits(ge=CODES_PER_WORD, multiple_of=CODES_PER_WORD)]
 
 
@@ -183,9 +185,13 @@ class QJLCodec(LinearCodec):
 
     @cached_property
     def kernel_side(self) -> Any:
-        from kvcache_compress.triton_kernels.decode.qjl import qjl_side
+        from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
 
-        return qjl_side(self.ready_basis(), [sketch.rows for sketch in self.sketches], self.mean)
+        components = [
+            Component(1, sketch.rows, sketch.start, index, True, self._levels, self._table, even=True, trellis=False)
+            for index, sketch in enumerate(self.sketches)
+        ]
+        return turboquant_side("keys", components, self.ready_basis(), self.mean, WORDS_AT_ONCE)
 
     @cached_property
     def kernel_encoder(self) -> Any:

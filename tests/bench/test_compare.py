@@ -79,7 +79,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
 def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
     """Wrong or infinite results are detected, the latter in any row, even if it is not compared."""
     spoil(monkeypatch, row, factor)
-    full, ours = decode.measure_decode(["kivi-2bit"], {"tiny": TINY}, [3], [64], CPU, 1, torch.float32)
+    full, ours = decode.measure_decode(["kivi-2bit"], "tiny", TINY, [3], [64], CPU, 1, torch.float32)
     assert full.error is None
     assert full.milliseconds
     assert 0 < (full.attention_error or 0) < 1e-5

@@ -24,7 +24,7 @@ def test_a_failure_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
 
     monkeypatch.setattr(decode, "full_time", too_large)
-    full, ours, unknown = decode.measure_decode(["kivi-4bit", "kivi-9bit"], {"tiny": SHAPE}, [1], [64], CPU, 1)
+    full, ours, unknown = decode.measure_decode(["kivi-4bit", "kivi-9bit"], "tiny", SHAPE, [1], [64], CPU, 1)
     assert (full.milliseconds, full.error) == (None, "out of memory: Tried to allocate 80 GiB")
     assert (ours.cache, ours.speedup, ours.bound, ours.error) == ("kivi-4bit", None, None, None)
     assert "kivi-9bit" in str(unknown.error)

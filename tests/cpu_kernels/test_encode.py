@@ -130,11 +130,12 @@ def test_angles_on_boundaries(bits: int) -> None:
 @pytest.mark.parametrize(("pairs", "centres"), [(5, 2), (32, 4), (5, 8), (32, 64), (5, 64)])
 def test_nearest_pairs(pairs: int, centres: int) -> None:
     generator = torch.Generator().manual_seed(centres)
-    z, rows = (torch.randn(2, 3, count, 2 * pairs, generator=generator) for count in (50, 2 * centres))
+    z = torch.randn(2, 3, 50, 2 * pairs, generator=generator)
+    tables = torch.randn(2, 3, 2, centres, 2 * pairs, generator=generator)
     costs = torch.randn(2, 3, centres, centres, generator=generator)
-    rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
+    tables[0, 1, 0, 1], tables[1, 2], costs[0, 1], costs[1, 2] = tables[0, 1, 0, 0], 0.0, 1.0, 0.0
     spoil(z)
-    assert_equal_steps(encode.complex_step(z, rows, costs), additive.complex_step(z, rows, costs))
+    assert_equal_steps(encode.nearest(z, tables, costs), additive.nearest(z, tables, costs))
 
 
 @pytest.mark.parametrize(("width", "centres"), [(10, 2), (48, 4), (64, 8), (10, 64), (64, 64), (48, 256)])
@@ -144,7 +145,8 @@ def test_nearest_rows(width: int, centres: int) -> None:
     costs = torch.randn(2, 3, centres, generator=generator)
     rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
     spoil(x)
-    assert_equal_steps(encode.real_step(x, rows, costs), additive.real_step(x, rows, costs))
+    tables = rows.unsqueeze(-3)
+    assert_equal_steps(encode.nearest(x, tables, costs), additive.nearest(x, tables, costs))
 
 
 def spoil(x: torch.Tensor) -> None:
@@ -155,14 +157,6 @@ def spoil(x: torch.Tensor) -> None:
 def assert_equal_steps(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
     assert torch.equal(ours[0], theirs[0])
     torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("count", "bits"), [(1, 1), (7, 3), (43, 6), (1, 8), (7, 10), (43, 12), (43, 3)])
-def test_runs_of_codes(bits: int, count: int) -> None:
-    codes = torch.randint(2**bits, (2, 3, 5, count), generator=torch.Generator().manual_seed(bits))
-    assert torch.equal(encode.pack_codes(codes, bits), additive.pack_codes(codes, bits))
-    strided = codes.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(encode.pack_codes(strided, bits), additive.pack_codes(codes, bits))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +203,7 @@ def test_codes_do_not_depend_on_threads() -> None:
         ("qjl", ["quantize_levels", "quantize_groups"]),
         ("polarquant_rope", ["quantize_pairs", "quantize_levels"]),
         ("polarquant_recursive", ["quantize_tree"] * 2),
-        ("commvq", ["subtract_nearest_pair"] * 3 + ["pack_run"] + ["subtract_nearest_row"] * 5 + ["pack_run"]),
+        ("commvq", ["subtract_nearest"] * 8),
     ],
 )
 def test_caches_take_it(method: str, taken: list[str]) -> None:

@@ -171,7 +171,7 @@ def load_row(p_numbers, COUNT: tl.constexpr):
 @triton.constexpr_function
 def in_halves(bits, padded, trellis):
     """True if a tile has the even words first, then the odd ones: trellis codes that are read by words of 32 bits."""
-    return trellis and bits > 1 and padded >= 16
+    return trellis and bits > 1 and padded >= 8
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
 from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, transposed
-from .codes import high_plane, in_halves, load_columns, load_words, low_plane
+from .codes import high_plane, load_columns, load_words, low_plane
 
 
 def _two_bits() -> list[str]:
@@ -93,53 +93,11 @@ def _four_even_bits() -> list[str]:
 
 
 def _trellis(bits: int) -> list[str]:
-    """Unpack trellis codes of two or three bits, whose words lie above the words before them.
-
-    Nibbles of three bits index the levels: the parities of the stream of even bits, and the odd bits. Of three bits,
-    the high plane has the sign, and levels below zero count from the end.
-    """
-    lines = []
-    for word, register in (("$8", "r0"), ("$9", "r4")):
-        lines += [f"and.b32 {register}, {word}, 0x55555555"]
-        for first, second in ((2, 12), (5, 9)):
-            lines += [f"shl.b32 r{1 + i}, {register}, {delay}" for i, delay in enumerate((first, second))]
-            if first == 2:
-                lines += [f"lop3.b32 r3, {register}, r1, r2, 0x96"]
-            else:
-                lines += [f"lop3.b32 {register}, r3, r1, r2, 0x96"]
-    lines += [
-        "prmt.b32 r0, r0, r4, 0x7362",  # bytes of A and B alternate
-        "prmt.b32 r1, $8, $9, 0x7362",
-        "shl.b32 r2, r1, 1",
-        "and.b32 r2, r2, 0x44444444",
-        "lop3.b32 r2, r0, 0x33333333, r2, 0xea",  # even fields
-        "shr.u32 r3, r0, 2",
-        "shr.u32 r4, r1, 1",
-        "and.b32 r4, r4, 0x44444444",
-        "lop3.b32 r3, r3, 0x33333333, r4, 0xea",  # odd fields
-    ]
-    if bits == 2:
-        lines += ["shr.u32 r5, r2, 16", "shr.u32 r6, r3, 16"]
-        table = ("$10", "$12", "$14", "$16")
-        for selectors, field in (("r2", 0), ("r3", 1), ("r5", 4), ("r6", 5)):
-            lines += pairs(selectors, table, (f"${field}", f"${field + 2}"))
-        return lines
-    lines += [
-        "lop3.b32 r0, $12, $13, 0x0f0f, 0xe4",
-        "prmt.b32 r0, $10, $11, r0",  # bytes A B A B of the high plane
-        *_signs("r0", "r4", "r1", "r5"),
-    ]
-    for codes, sign, field in (("r2", "r4", 0), ("r3", "r1", 1)):
-        fields = (f"${field + i}" for i in (0, 2, 4, 6))
-        lines += _signed(codes, sign, ("$14", "$16", "$18", "$20"), tuple(fields))
-    return lines
-
-
-def _trellis_words(bits: int) -> list[str]:
     """Unpack trellis codes of two or three bits, 16 to a word of 32; each word comes with the one before it.
 
     Nibbles of three bits index the levels: the parity of the stream of even bits with its delays of 1 and 6, the odd
-    bit, and the parity of the delays of 2 and 4. Of three bits, the high plane has the sign as in `_trellis`.
+    bit, and the parity of the delays of 2 and 4. Of three bits, the high plane has the sign; levels below zero count
+    from the end.
     """
     lines = []
     for word, before, even, odd in (("$16", "$18", "r4", "r5"), ("$17", "$19", "r6", "r7")):
@@ -201,8 +159,7 @@ def _signed(codes: str, sign: str, table: tuple[str, str, str, str], outputs: tu
 TWO_BITS, THREE_BITS = block(8, 5, *_two_bits()), block(8, 13, *_three_bits())
 FOUR_BITS = block(8, 10, *four_bits("$8", "$9", ("$10", "$12", "$14", "$16")))
 FOUR_EVEN_BITS = block(8, 2, *_four_even_bits())
-TRELLIS_TWO, TRELLIS_THREE = block(8, 10, *_trellis(2)), block(8, 14, *_trellis(3))
-TWO_WORDS, THREE_WORDS = block(16, 12, *_trellis_words(2)), block(16, 13, *_trellis_words(3))
+TRELLIS_TWO, TRELLIS_THREE = block(16, 12, *_trellis(2)), block(16, 13, *_trellis(3))
 
 
 @triton.constexpr_function
@@ -280,25 +237,15 @@ def trellis_levels(tile, CODES: tl.constexpr, FIRST: tl.constexpr, FOURS: tl.con
     words = tile.words
     b_table = words[FIRST : FIRST + 4]
     b_twos, b_before = load_twos(tile, CODES)
-    if in_halves(CODES.bits, PADDED, True):
-        if CODES.bits == 2:
-            b_halves = assembled(TWO_WORDS, (b_twos, b_before) + b_table, 16)
-        else:
-            p_halves = high_plane(tile, CODES).to(tl.pointer_type(tl.int16), bitcast=True)
-            b_high = load_halves(p_halves, words[len(words) - 1], tile, WORDS // 2, PADDED // 2, WORDS // 2)
-            b_halves = assembled(THREE_WORDS, (b_twos, b_before, b_high) + b_table, 16)
-        b_levels = ()
-        for i in tl.static_range(8):
-            b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]), FOURS)
+    if CODES.bits == 2:
+        b_halves = assembled(TRELLIS_TWO, (b_twos, b_before) + b_table, 16)
     else:
-        # Each word above the one before it: of a 32-bit word's two, the upper has the lower before it already.
-        b_first = (b_twos << 16) | ((b_before >> 16) & 0xFFFF)
-        b_words = tl.reshape(tl.join(b_first, b_twos), [tile.o_t.shape[0], PADDED])
-        if CODES.bits == 2:
-            b_levels = assembled(TRELLIS_TWO, (b_words,) + b_table)
-        else:
-            b_high = load_bytes(high_plane(tile, CODES), tile, WORDS, PADDED, WORDS)
-            b_levels = assembled(TRELLIS_THREE, (b_words, b_high, words[len(words) - 1]) + b_table)
+        p_halves = high_plane(tile, CODES).to(tl.pointer_type(tl.int16), bitcast=True)
+        b_high = load_halves(p_halves, words[len(words) - 1], tile, WORDS // 2, PADDED // 2, WORDS // 2)
+        b_halves = assembled(TRELLIS_THREE, (b_twos, b_before, b_high) + b_table, 16)
+    b_levels = ()
+    for i in tl.static_range(8):
+        b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]), FOURS)
     if PADDED < 16:
         b_levels = joined(b_levels, FOURS)
     return b_levels
@@ -311,18 +258,15 @@ def even_table(bits: int) -> torch.Tensor:
     return byte_table(torch.arange(2**bits, device="cpu") - (2**bits - 1) / 2, bits)
 
 
-def trellis_table(levels: torch.Tensor, bits: int, padded: int) -> torch.Tensor:
-    """`byte_table` of the levels of trellis codes; where their words are read by 32 bits, bits 1 and 2 swap places."""
-    if in_halves(bits, padded, True):
-        index = torch.arange(len(levels), device=levels.device)
-        levels = levels[index & ~6 | (index & 2) << 1 | (index & 4) >> 1]
-    return byte_table(levels, bits + 1)
+def trellis_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """`byte_table` of the levels of trellis codes, with bits 1 and 2 of their index exchanged."""
+    index = torch.arange(len(levels), device=levels.device)
+    return byte_table(levels[index & ~6 | (index & 2) << 1 | (index & 4) >> 1], bits + 1)
 
 
 def places_needed(width: int, bits: int, trellis: bool = False) -> int:
     """Number of `places` that the words of a component of `width` channels and `bits` bits need."""
     words = padded_words(width)
     if trellis:
-        halves = words // 2 if in_halves(bits, words, trellis) else words
-        return halves if bits == 3 and halves < 16 else 0
+        return words // 2 if bits == 3 and words < 32 else 0
     return words if bits in (1, 3) or (bits == 2 and words < 16) else 0

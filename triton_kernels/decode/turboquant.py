@@ -1,6 +1,7 @@
-"""TurboQuant's device functions, also used by every codec that is a sum of scalar-quantized components.
+"""TurboQuant's device functions, also used by every codec that is a sum of scalar-quantized components, such as QJL.
 
-With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQuant, Algorithms 1 and 2; section 4.3):
+With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQuant, Algorithms 1 and 2; section 4.3;
+QJL, Definition 3.1, where the rows are those of a sketch and the levels ±1):
 
     score:       s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩
     accumulate:  acc_i += (p[t] c_i[t]) L_i[codes_i[t]],      output = Σ_i A_iᵀ acc_i
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.base import Side
-from kvcache_compress.codecs.layout import PLANES
+from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, padded_words
 from kvcache_compress.codecs.quantizers.scalar import Component
 from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
 from kvcache_compress.triton_kernels.common.codes import Codes, codes_of, in_halves, load_codes, load_scales, planes
@@ -22,11 +23,11 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide, code_til
 
 
 class Part(NamedTuple):
-    """Constants of a component: its codes, and its first tile of code space.
+    """Constants of a component, or of a run of its words: the codes, and their first tile of code space.
 
     even: True if levels are uniform; trellis: True for trellis codes; table: start of their table in the words, or -1
     if `lookup.py` cannot unpack them; placed: True if codes stay in place (`in_place.placed`), where a further constant
-    tile subtracts the middle code.
+    tile subtracts the middle code; last: True for a component's last run.
     """
 
     codes: Codes
@@ -35,10 +36,11 @@ class Part(NamedTuple):
     trellis: bool
     table: int
     placed: bool
+    last: bool
 
 
 class Components(NamedTuple):
-    """All components: the oldest supported Triton takes no tuple of tuples that is not a member."""
+    """Parts of all components: the oldest supported Triton takes no tuple of tuples that is not a member."""
 
     parts: tuple[Part, ...]
 
@@ -47,7 +49,7 @@ class Components(NamedTuple):
 def component_levels(
     tile, META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr
 ):
-    """Tiles of the levels of component `AT` (see `codes.py`), and the scale per token.
+    """Tiles of the levels of part `AT` (see `codes.py`), and the component's scale per token.
 
     In the fast path, codes in place are multiplied by `in_place.UNIT`.
     """
@@ -72,7 +74,7 @@ def component_levels(
             else:
                 b_tile = tl.load(tile.tables[AT] + b_codes[i])
             b_levels = b_levels + (b_tile.to(DTYPE),)
-    if PART.placed:
+    if PART.placed and PART.last:
         b_levels = b_levels + (in_place.middle_tile(tile.o_t.shape[0], BITS, DTYPE, FAST),)
     return b_levels, b_scale
 
@@ -81,6 +83,7 @@ def component_levels(
 def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
     """s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩"""
     b_s = tl.zeros([tile.o_t.shape[0], b_q[0].shape[1]], tl.float32)
+    b_part = b_s
     for i in tl.static_range(len(META.parts)):
         b_levels, b_scale = component_levels(tile, META, i, b_q[0].dtype, FAST, False)
         b_scale = b_scale.to(tl.float32)
@@ -92,10 +95,11 @@ def score(b_q, tile, META: tl.constexpr, FAST: tl.constexpr):
                 b_tile = b_levels[j] * b_scale[:, None]
                 b_s = tl.dot(b_tile, b_q[META.parts[i].tile + j], b_s, input_precision="ieee")
         else:
-            b_part = tl.zeros_like(b_s)
             for j in tl.static_range(len(b_levels)):
                 b_part = tl.dot(b_levels[j], b_q[META.parts[i].tile + j], b_part, input_precision="ieee")
-            b_s += b_part * b_scale[:, None]
+            if META.parts[i].last:
+                b_s += b_part * b_scale[:, None]
+                b_part = tl.zeros_like(b_s)
     return b_s
 
 
@@ -121,48 +125,60 @@ def accumulate(b_p, tile, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, FAST: 
 
 
 def turboquant_side(
-    side: Side, components: Sequence[Component], basis: torch.Tensor, mean: torch.Tensor | None
+    side: Side, components: Sequence[Component], basis: torch.Tensor, mean: torch.Tensor | None, most_words: int = 0
 ) -> KernelSide:
-    """Kernel operands of components along `basis` `[H or 1, W, D]`, and the keys' `mean` `[H, D]`, if any."""
+    """Kernel operands of components along `basis` `[H or 1, W, D]`, and the keys' `mean` `[H, D]`, if any.
+
+    most_words: words of a token's one-bit codes that are unpacked at a time, by default all.
+    """
     keys = side == "keys"
     parts, words, tiles, rows, fours = [], [], [], [], []
-    field, places = 0, 0
+    field, places, widest = 0, 0, []
     widths = tuple(component.width for component in components)
     for component, part in zip(components, basis.split(widths, 1), strict=True):
-        width, bits, levels = component.width, component.bits, component.levels
-        even, trellis, codes = component.even, component.trellis, codes_of(bits, width, field)
+        bits, levels, even, trellis = component.bits, component.levels, component.even, component.trellis
+        runs = _runs(codes_of(bits, component.width, field), most_words or component.width)
         unit, table = 1.0, -1
-        needed = lookup.places_needed(width, bits, trellis)
-        if lookup.fits(width, bits, trellis) and (needed in (0, places) or not places):
+        needed = {lookup.places_needed(_width(run), bits, trellis) for run in runs}
+        fits = len(needed) == 1 and all(lookup.fits(_width(run), bits, trellis) for run in runs)
+        if fits and (needed <= {0, places} or not places):
             table = sum(map(len, words))
-            places = needed or places
+            places = max(needed) or places
         placed = even and table >= 0 and bits in (1, 2, 4)
         if even:
             unit = float(levels[1] - levels[0]) / (1 if placed else lookup.unit(bits))
         if table >= 0 and not placed and (bits == 3 or not even):
             if trellis:
-                words.append(lookup.trellis_table(levels, bits, codes.padded))
+                words.append(lookup.trellis_table(levels, bits))
             else:
                 words.append(assembly.byte_table(levels / unit, bits))
-        parts.append(Part(codes, len(tiles), even, trellis, table, placed))
-        halves = codes.padded // 2 if in_halves(bits, codes.padded, trellis) else codes.padded
-        fours += [table >= 0 and assembly.in_fours(halves) for _ in code_tiles(width)]
-        tiles += code_tiles(width)
-        part = unit * in_code_order(part, (width,))
-        if in_halves(bits, codes.padded, trellis):
-            part = part.unflatten(1, (8, codes.padded // 2, 2)).transpose(2, 3).flatten(1, 3)
+        middle = []
+        for run in runs:
+            parts.append(Part(run, len(tiles), even, trellis, table, placed, run is runs[-1]))
+            halved = in_halves(bits, run.padded, trellis)
+            joined = 8 if halved and run.padded == 16 else run.padded
+            fours += [table >= 0 and assembly.in_fours(joined) for _ in code_tiles(_width(run))]
+            tiles += code_tiles(_width(run))
+            widest.append(assembly.warps(_width(run)))
+            own = part.unflatten(1, (CODES_PER_WORD, run.words))[:, :, run.first : run.first + run.count].flatten(1, 2)
+            own = unit * in_code_order(own, (_width(run),))
+            if halved:
+                own = own.unflatten(1, (8, run.padded // 2, 2)).transpose(2, 3).flatten(1, 3)
+            if placed:
+                own, share = in_place.in_place(own, bits, keys).tensor_split([own.shape[1]], 1)
+                middle.append(share)
+            rows.append(own)
         if placed:
             tiles.append(16)
             fours.append(False)
-            part = in_place.in_place(part, bits, keys)
+            rows.append(torch.stack(middle).sum(0))
             if not keys:
-                part = part / in_place.UNIT.value
-        rows.append(part)
+                rows[-2:] = (row / in_place.UNIT.value for row in rows[-2:])
         field += len(PLANES[bits]) + 1
     if places:
         words.append(assembly.places(places).to(basis.device))
     basis = torch.cat(rows, 1)
-    few = len(parts) <= 2
+    few = len(components) <= 2
     return KernelSide(
         score if keys else accumulate,
         Components(tuple(parts)),
@@ -171,8 +187,21 @@ def turboquant_side(
         words=torch.cat(words) if words else None,
         places=places,
         tokens=16 if not few else 64 if sum(tiles) <= 80 or (len(parts) == 1 and placed) else 32,
-        warps=max(1 if few else sum(widths) // 256, *map(assembly.warps, widths)),
+        warps=max(1 if few else sum(widths) // 256, *widest),
         matrix=with_mean(basis.mT, mean) if keys else basis.contiguous(),
         headroom=in_place.HEADROOM,
         fours=tuple(fours) if keys else (),
     )
+
+
+def _runs(codes: Codes, most: int) -> list[Codes]:
+    """The words of a token in runs of at most `most`."""
+    counts = [min(most, codes.words - first) for first in range(0, codes.words, most)]
+    return [
+        codes._replace(first=most * i, count=count, padded=padded_words(CODES_PER_WORD * count))
+        for i, count in enumerate(counts)
+    ]
+
+
+def _width(run: Codes) -> int:
+    return CODES_PER_WORD * run.count

@@ -1,12 +1,15 @@
 """Scalar codebooks for the coordinates of random unit vectors (TurboQuant, section 3.1 and Lemma 1)."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from ..device import on_cpu
 
+Integral: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _CELLS = 1 << 16
 
 
@@ -29,9 +32,7 @@ class _CoordinateDensity:
 
     def mass(self, x: torch.Tensor) -> torch.Tensor:
         """Probability of `[0, x]`."""
-        place = (torch.asin(x.clamp(0, self.reach)) / self.step).clamp(0, _CELLS)
-        low = place.floor().long().clamp(max=_CELLS - 1)
-        return torch.lerp(self.cumulative[low], self.cumulative[low + 1], place - low)
+        return interpolated(self.cumulative, torch.asin(x.clamp(0, self.reach)) / self.step)
 
     def moment(self, x: torch.Tensor) -> torch.Tensor:
         """`∫ t f(t) dt` over `[0, x]`, in closed form."""
@@ -51,17 +52,27 @@ def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
         raise ValueError(f"dim={dim} for a Lloyd-Max codebook: at least 3 is needed")
     density = _CoordinateDensity(dim)
     half = 2 ** (bits - 1)
-    levels = density.reach * 0.35 * (torch.arange(half, dtype=torch.float64) + 0.5) / half
-    zero, end = torch.zeros(1, dtype=torch.float64), torch.full((1,), density.reach, dtype=torch.float64)
-    for _ in range(20_000):
-        edges = torch.cat([zero, (levels[1:] + levels[:-1]) / 2, end])
-        mass = density.mass(edges).diff().clamp_min(1e-300)
-        updated = density.moment(edges).diff() / mass
-        change = (updated - levels).abs().max().item()
-        levels = updated
-        if change < 1e-11:
-            break
+    start = density.reach * 0.35 * (torch.arange(half, dtype=torch.float64) + 0.5) / half
+    levels = lloyd(start, density.reach, density.mass, density.moment)
     return torch.cat([-levels.flip(0), levels])
+
+
+def lloyd(levels: torch.Tensor, end: float, mass: Integral, moment: Integral) -> torch.Tensor:
+    """Move `levels` between 0 and `end` to the best ones for a density with these integrals from 0 on."""
+    ends = torch.tensor([0.0, end], dtype=torch.float64)
+    for _ in range(20_000):
+        edges = torch.cat([ends[:1], (levels[1:] + levels[:-1]) / 2, ends[1:]])
+        before, levels = levels, moment(edges).diff() / mass(edges).diff().clamp_min(1e-300)
+        if (levels - before).abs().max().item() < 1e-11:
+            break
+    return levels
+
+
+def interpolated(cumulative: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Sums of the first `place` cells, a fraction among them, from the sums of 0, 1, … cells."""
+    place = place.clamp(0, len(cumulative) - 1)
+    low = place.floor().long().clamp(max=len(cumulative) - 2)
+    return torch.lerp(cumulative[low], cumulative[low + 1], place - low)
 
 
 @lru_cache(maxsize=256)

@@ -41,15 +41,16 @@ class ResidualBooks:
         """Bits of a group's code in a round: two indices for keys, `a * N + b`."""
         return (2 if self.of_pairs else 1) * self.index_bits
 
-    def exact(self) -> torch.Tensor:
-        """Books in float32, complex parts last: `[H, G, R, N, g, 2]` for keys, `[H, G, R, N, w]` for values."""
-        return self.books.float().mT if self.of_pairs else self.books.float()
+    def tables(self) -> torch.Tensor:
+        """Tables of the search in float32: `[H, G, R, S, N, w]`."""
+        books = self.books.float()
+        return additive.complex_tables(books.mT) if self.of_pairs else books.unsqueeze(3)
 
     def encode(self, z: torch.Tensor, native: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode float32 `z` `[B, H, T, D]`, with pairs of keys interleaved: packed codes, and their points."""
         index = self.search(self._by_group(z), native)
-        pack = getattr(native, "pack_codes", additive.pack_codes)
-        return pack(self._by_token(index, z), self.code_bits), self._by_token(self.points(index), z)
+        packed = additive.pack_codes(self._by_token(index, z), self.code_bits)
+        return packed, self._by_token(self.points(index), z)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:
         """Decode packed codes `[B, H, T, bytes]` to float32 `[B, H, T, D]`."""
@@ -58,18 +59,13 @@ class ResidualBooks:
 
     def search(self, z: torch.Tensor, native: Any) -> torch.Tensor:
         """Greedy residual search for `z` `[H, G, n, w]`: indices int64 `[H, G, n, R]`, for keys `a * N + b`."""
-        if not self.of_pairs:
-            return additive.real_encode(z, self.exact(), getattr(native, "real_step", additive.real_step))
-        step = getattr(native, "complex_step", additive.complex_step)
-        codes = additive.complex_encode(z.unflatten(-1, (-1, 2)), self.exact(), step)
-        return codes[..., 0] << self.index_bits | codes[..., 1]
+        codes = additive.encode(z, self.tables(), getattr(native, "nearest", additive.nearest))
+        return codes[..., 0] << self.index_bits | codes[..., 1] if self.of_pairs else codes[..., 0]
 
     def points(self, index: torch.Tensor) -> torch.Tensor:
         """Points of indices `[H, G, n, R]`: `[H, G, n, w]`, for keys with real and imaginary parts interleaved."""
-        if not self.of_pairs:
-            return additive.real_decode(index, self.exact())
-        codes = torch.stack([index >> self.index_bits, index & (2**self.index_bits - 1)], -1)
-        return additive.complex_decode(codes, self.exact()).flatten(-2)
+        parts = (index >> self.index_bits, index & (2**self.index_bits - 1)) if self.of_pairs else (index,)
+        return additive.decode(torch.stack(parts, -1), self.tables())
 
     def _by_group(self, x: torch.Tensor) -> torch.Tensor:
         """View `[B, H, T, n]` as `[H, G, B * T, n / G]`."""

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from kvcache_compress.codecs.device import on_cpu
+from kvcache_compress.codecs.quantizers.lloyd_max import interpolated, lloyd
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook
 
 _CELLS = 1 << 15
@@ -59,20 +60,8 @@ def offline_codebook(level: int, bits: int) -> AngleCodebook:
     zero = torch.zeros(1, dtype=torch.float64)
     mass, moment = (torch.cat([zero, part.cumsum(0)]) for part in (cells, cells * middles))
     angles = middles[torch.searchsorted(mass[1:] / mass[-1], (torch.arange(count, dtype=torch.float64) + 0.5) / count)]
-
-    def below(cumulative: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        place = (edges / step).clamp(0, _CELLS)
-        low = place.floor().long().clamp(max=_CELLS - 1)
-        return torch.lerp(cumulative[low], cumulative[low + 1], place - low)
-
-    for _ in range(5000):
-        edges = torch.cat([zero, (angles[1:] + angles[:-1]) / 2, zero + math.pi / 2])
-        updated = below(moment, edges).diff() / below(mass, edges).diff()
-        change = (updated - angles).abs().max().item()
-        angles = updated
-        if change < 1e-11:
-            break
-    return make_codebook(angles, circular=False)
+    integrals = (lambda edges, sums=sums: interpolated(sums, edges / step) for sums in (mass, moment))
+    return make_codebook(lloyd(angles, math.pi / 2, *integrals), circular=False)
 
 
 @on_cpu

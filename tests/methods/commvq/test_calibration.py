@@ -99,12 +99,12 @@ def test_windows_are_held_out() -> None:
 def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, key_rounds=4)
-    books = load_file(output)["keys.1.codebooks"][:, 0].float()
+    tables = additive.complex_tables(load_file(output)["keys.1.codebooks"][:, 0].float())
     windows, _ = read_windows(text, Letters([3]), 576, CONTEXT)  # type: ignore[arg-type]
     for kind, part in (("rounds", windows[:8]), ("held_out", windows[8:])):
         collect(model, part, tmp_path / kind, [1])
-        z = normalize(read_layer(tmp_path / kind, 1, "keys", HEADS, HEAD_DIM).float(), dim=-1).unflatten(-1, (-1, 2))
-        error = (z - additive.complex_decode(additive.complex_encode(z, books), books)).square().sum((-2, -1)).mean(-1)
+        z = normalize(read_layer(tmp_path / kind, 1, "keys", HEADS, HEAD_DIM).float(), dim=-1)
+        error = (z - additive.decode(additive.encode(z, tables), tables)).square().sum(-1).mean(-1)
         losses = read_codebooks(str(output)).header["losses"]["1"]["keys"][kind]
         assert [head[-1] for head in losses] == pytest.approx(error.tolist(), rel=2e-3)
 

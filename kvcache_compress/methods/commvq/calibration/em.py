@@ -24,12 +24,10 @@ from typing import TypeAlias
 
 import torch
 
-from kvcache_compress.methods.commvq.additive import pair_table, times_i
+from kvcache_compress.methods.commvq.additive import chunk_of, complex_tables, nearest, point_costs, times_i
 
 _BLOCK = 8192
 """Vectors per head whose inner products are held at once."""
-_POINTS = {"cpu": 1 << 19, "other": 1 << 25}
-"""Distances held at once: as many as fit a CPU core's cache, or keep a GPU busy."""
 _PULL = 1e-3
 """Weight of the old centre in the M-step, relative to the mean uses, so that unused centres do not move."""
 
@@ -59,33 +57,22 @@ class Schedule:
 
 
 class RealForm:
-    """Real form: points `c[a]`, codes `a`. Both forms have these methods; codes are `[B, n]`, centres `[B, N, d]`."""
+    """Real form: points `c[a]`. Both forms have these methods; codes are `[B, n, S]`, centres `[B, N, d]`."""
 
-    def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """E-step: codes of the nearest points, and the summed squared distance `[B]`."""
-        codes, loss = [], x.square().sum((-1, -2))
-        for block in x.split(_BLOCK, 1):
-            least, code = _real_costs(block, centres).min(-1)
-            codes.append(code)
-            loss = loss + least.sum(-1)
-        return torch.cat(codes, 1), loss
-
-    def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        """Decode codes to points `[B, n, d]`."""
-        return _rows(centres, codes)
+    def tables(self, centres: torch.Tensor) -> torch.Tensor:
+        """Tables `[B, S, N, d]` whose rows add up to points."""
+        return centres[:, None]
 
     def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
         """M-step for hard codes: new centres."""
-        return self._solve(self.uses(codes, centres.shape[1]), _sums(x, codes, centres.shape[1]), centres)
+        code, count = codes[..., 0], centres.shape[1]
+        return self._solve(_count(code, count), _sums(x, code, count), centres)
 
     def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         """Soft E-step at `temperature` `[B]` (in squared distances) and M-step for its weights: new centres."""
-        weights = (_real_costs(x, centres) / -temperature[:, None, None]).softmax(-1)
+        costs = point_costs(self.tables(centres))[:, None] - x @ centres.mT
+        weights = costs.mul_(-2 / temperature[:, None, None]).softmax(-1)
         return self._solve(weights.sum(1), weights.mT @ x, centres)
-
-    def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
-        """Number of uses of each centre, `[B, N]`."""
-        return _count(codes, centres)
 
     @staticmethod
     def _solve(counts: torch.Tensor, sums: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
@@ -94,46 +81,28 @@ class RealForm:
 
 
 class ComplexForm:
-    """Complex form: points `c[a] + i c[b]`, codes `a * N + b`."""
+    """Complex form: points `c[a] + i c[b]`."""
 
-    def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        count, table = centres.shape[1], pair_table(_by_pairs(centres))
-        codes, loss = [], x.square().sum((-1, -2))
-        for block in x.split(_BLOCK, 1):
-            first, second = _complex_costs(block, centres)
-            over_b = [
-                (table[:, None] + part[:, :, None, :]).amin(-1) for part in second.split(_chunk(x, count * count), 1)
-            ]
-            least, a = (torch.cat(over_b, 1) + first).min(-1)
-            b = (second + _rows(table, a)).argmin(-1)
-            codes.append(a * count + b)
-            loss = loss + least.sum(-1)
-        return torch.cat(codes, 1), loss
-
-    def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        count = centres.shape[1]
-        return _rows(centres, codes // count) + _turned(_rows(centres, codes % count))
+    def tables(self, centres: torch.Tensor) -> torch.Tensor:
+        return complex_tables(_by_pairs(centres))
 
     def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        count = centres.shape[1]
-        pairs = _count(codes, count * count).unflatten(-1, (count, count))
-        return self._solve(pairs, _sums(x, codes // count, count), _sums(x, codes % count, count), centres)
+        (a, b), count = codes.unbind(-1), centres.shape[1]
+        pairs = _count(a * count + b, count * count).unflatten(-1, (count, count))
+        return self._solve(pairs, _sums(x, a, count), _sums(x, b, count), centres)
 
     def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        count, table = centres.shape[1], pair_table(_by_pairs(centres))
+        tables = self.tables(centres)
+        table = point_costs(tables)
         pairs, by_a, by_b = torch.zeros_like(table), torch.zeros_like(centres), torch.zeros_like(centres)
-        chunk = _chunk(x, count * count)
-        for block in x.split(chunk, 1):
-            first, second = _complex_costs(block, centres)
-            costs = (table[:, None] + second[:, :, None, :]).add_(first[..., None])
-            weights = costs.div_(-temperature[:, None, None, None]).flatten(2).softmax(-1).unflatten(2, (count, count))
+        for block in x.split(chunk_of(table), 1):
+            first, second = (block @ tables.flatten(1, 2).mT).chunk(2, -1)
+            costs = (table[:, None] - second[:, :, None, :]).sub_(first[..., None])
+            weights = costs.mul_(-2 / temperature[:, None, None, None]).flatten(2).softmax(-1).view_as(costs)
             pairs += weights.sum(1)
             by_a += weights.sum(3).mT @ block
             by_b += weights.sum(2).mT @ block
         return self._solve(pairs, by_a, by_b, centres)
-
-    def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
-        return _count(codes // centres, centres) + _count(codes % centres, centres)
 
     @staticmethod
     def _solve(pairs: torch.Tensor, by_a: torch.Tensor, by_b: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
@@ -148,37 +117,44 @@ class ComplexForm:
 Form: TypeAlias = RealForm | ComplexForm
 
 
+def assign(x: torch.Tensor, form: Form, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E-step: codes of the nearest points, and the residuals."""
+    tables = form.tables(centres)
+    costs = point_costs(tables)
+    codes, rest = zip(*(nearest(block, tables, costs) for block in x.split(_BLOCK, 1)), strict=True)
+    return torch.cat(codes, 1), torch.cat(rest, 1)
+
+
 @torch.inference_mode()
 def train_round(
     x: torch.Tensor, form: Form, centres: int, schedule: Schedule, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train one round on vectors `[B, n, d]`: centres `[B, N, d]` and codes `[B, n]`."""
+) -> torch.Tensor:
+    """Train one round on vectors `[B, n, d]`: centres `[B, N, d]`."""
     order = torch.randperm(x.shape[1], generator=generator).to(x.device)
     sample = x[:, order[: schedule.soft_vectors]]
-    energy = sample.square().sum(-1).mean(-1).clamp_min(1e-30)
+    energy = mean_square(sample).clamp_min(1e-30)
     book = start_centres(sample, form, centres, generator)
     for step in range(schedule.soft_steps):
         book = form.soft_update(sample, book, schedule.temperature(step) * energy)
     part = x[:, order[: schedule.hard_vectors].sort().values]
-    book, codes, _ = hard_steps(part, form, book, schedule.hard_steps, schedule.tolerance, generator)
+    book = hard_steps(part, form, book, schedule.hard_steps, schedule.tolerance, generator)
     if len(order) > schedule.hard_vectors:
-        book, codes, _ = hard_steps(x, form, book, schedule.full_steps, 0.0, generator)
-    return book, codes
+        book = hard_steps(x, form, book, schedule.full_steps, 0.0, generator)
+    return book
 
 
 def hard_steps(
     x: torch.Tensor, form: Form, centres: torch.Tensor, steps: int, tolerance: float, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run at most `steps` hard-EM steps: new centres, codes of `x`, and the mean loss before and after each step."""
-    codes, loss = form.assign(x, centres)
-    losses = [loss]
+) -> torch.Tensor:
+    """Run at most `steps` hard-EM steps: new centres."""
+    before = None
     for _ in range(steps):
-        centres = form.update(x, codes, reseed(centres, form.uses(codes, centres.shape[1]), generator))
-        codes, loss = form.assign(x, centres)
-        losses.append(loss)
-        if bool((losses[-2] - loss <= tolerance * losses[-2]).all()):
+        codes, rest = assign(x, form, centres)
+        loss = mean_square(rest)
+        if before is not None and bool((before - loss <= tolerance * before).all()):
             break
-    return centres, codes, torch.stack(losses) / x.shape[1]
+        centres, before = form.update(x, codes, reseed(centres, uses(codes, centres.shape[1]), generator)), loss
+    return centres
 
 
 @torch.inference_mode()
@@ -197,10 +173,9 @@ def train_residual(
     """
     books, losses = [], []
     for _ in range(rounds):
-        book, codes = train_round(x, form, centres, schedule, generator)
-        books.append(book.half().float())
-        x = x - form.points(codes, books[-1])
-        losses.append(x.square().sum(-1).mean(-1))
+        books.append(train_round(x, form, centres, schedule, generator).half().float())
+        _, x = assign(x, form, books[-1])
+        losses.append(mean_square(x))
         on_round()
     return torch.stack(books, 1), torch.stack(losses, 1)
 
@@ -210,8 +185,8 @@ def residual_losses(x: torch.Tensor, form: Form, books: torch.Tensor) -> torch.T
     """Mean squared residuals `[B, R]` of vectors `[B, n, d]` after each round of centres `[B, R, N, d]`."""
     losses = []
     for book in books.unbind(1):
-        x = x - form.points(form.assign(x, book)[0], book)
-        losses.append(x.square().sum(-1).mean(-1))
+        _, x = assign(x, form, book)
+        losses.append(mean_square(x))
     return torch.stack(losses, 1)
 
 
@@ -219,6 +194,16 @@ def start_centres(sample: torch.Tensor, form: Form, centres: int, generator: tor
     """Random vectors of the sample, shortened: a point of the complex form is the sum of two centres."""
     chosen = torch.randint(sample.shape[1], (centres,), generator=generator)
     return sample[:, chosen.to(sample.device)] * (0.5 if isinstance(form, ComplexForm) else 0.7)
+
+
+def uses(codes: torch.Tensor, centres: int) -> torch.Tensor:
+    """Number of uses of each centre, `[B, N]`."""
+    return torch.stack([_count(code, centres) for code in codes.unbind(-1)]).sum(0)
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    """Mean squared length `[B]` of vectors `[B, n, d]`."""
+    return x.square().sum(-1).mean(-1)
 
 
 def reseed(centres: torch.Tensor, uses: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -240,22 +225,6 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
     return times_i(_by_pairs(x)).flatten(-2)
 
 
-def _real_costs(x: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """Squared distances less a constant, |x - c|² - |x|², `[B, n, N]`."""
-    return torch.baddbmm(centres.square().sum(-1)[:, None], x, centres.mT, alpha=-2)
-
-
-def _complex_costs(x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Terms of the squared distance by a and by b, -2<z, c_a> and -2<z, i c_b>, each `[B, n, N]`."""
-    return -2 * x @ centres.mT, -2 * x @ _turned(centres).mT
-
-
-def _rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows `index` `[B, n]` of `table` `[B, N, d]`."""
-    heads = torch.arange(len(table), device=table.device)[:, None]
-    return table[heads, index]
-
-
 def _flat(codes: torch.Tensor, count: int) -> torch.Tensor:
     return (codes + count * torch.arange(len(codes), device=codes.device)[:, None]).flatten()
 
@@ -268,8 +237,3 @@ def _sums(x: torch.Tensor, codes: torch.Tensor, count: int) -> torch.Tensor:
     """Sum of the vectors of each code, `[B, N, d]`."""
     sums = x.new_zeros(len(x) * count, x.shape[-1])
     return sums.index_add_(0, _flat(codes, count), x.flatten(0, 1)).unflatten(0, (len(x), count))
-
-
-def _chunk(x: torch.Tensor, distances: int) -> int:
-    """Vectors per head whose distances to all points are held at once."""
-    return max(1, _POINTS["cpu" if x.device.type == "cpu" else "other"] // (len(x) * distances))
