@@ -20,10 +20,7 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed the random numbers: the 16-bit error of so few numbers varies by a tenth and comes close to the bound.
-
-    The kernels are those of CPUs, not those in Triton's interpreter.
-    """
+    """CPU kernels, and a seed: the 16-bit error of so few numbers varies by a tenth and comes close to the bound."""
     torch.manual_seed(0)
     monkeypatch.setattr(decode, "interpreting", lambda: False)
 

@@ -23,9 +23,7 @@ _SPECTRAL = {"keys": {"method": "spectral", "bits": 3, "group": 32}, "values": _
     [(_TURBOQUANT, None, 2), (_KIVI, 80, 2), (_SPECTRAL, None, 1), (_SPECTRAL, 96, 1)],
     ids=["turboquant", "static", "spectral", "spectral-static"],
 )
-def test_generation_equals_the_torch_backend(
-    sides: dict[str, Any], capacity: int | None, layers: int, one_era: None
-) -> None:
+def test_generation_equals_the_torch_backend(sides: Any, capacity: int | None, layers: int, one_era: None) -> None:
     """Growing and static caches: with a static capacity, kernels read the number of tokens from memory.
 
     The second step after a prompt of 75 tokens packs more, and a third attends to it.
