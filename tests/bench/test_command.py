@@ -7,12 +7,20 @@ import pytest
 from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
-from kvcache_compress.bench import run
+from kvcache_compress.bench import decode, run
 from kvcache_compress.bench.decode import DecodeTime
+from kvcache_compress.bench.timing import copy_bandwidth
 from kvcache_compress.cli import app
 
 runner = CliRunner(env={"COLUMNS": "80"})
 FEW = ["bench", "--model", "smollm2-135m", "--tokens", "64", "--repeats", "1", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time the kernels of CPUs, as a user does, not those in Triton's interpreter; and a copy of few bytes."""
+    monkeypatch.setattr(decode, "interpreting", lambda: False)
+    monkeypatch.setattr(run, "copy_bandwidth", lambda device: copy_bandwidth(device, 1 << 20))
 
 
 def test_table_and_file(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,14 +35,13 @@ patch()
 """Start of a Python in which only torch, Triton, Transformers, pydantic and what these need can be imported."""
 
 
-def test_a_run_on_a_bare_python_and_another_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_another_that_goes_on(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python of the worker is bare, which imports all that the script does."""
     (tmp_path / "sitecustomize.py").write_text(BARE.format(tests=str(ROOT / "tests")))
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     output = tmp_path / "new" / "gpu.jsonl"
     arguments = ["--small", "--output", str(output), "--preset", "uniform-4bit"]
-    command = [sys.executable, "benchmarks/gpu.py", *arguments, "--minutes", "60", "--row-seconds", "900"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    gpu.main([*arguments, "--minutes", "60", "--row-seconds", "900"])
     run, *rows = map(json.loads, output.read_text().splitlines())
     assert run["run"]["versions"]["torch"] == torch.__version__
     assert not [row for row in rows if "error" in row]
@@ -58,7 +56,7 @@ def test_a_run_on_a_bare_python_and_another_that_goes_on(tmp_path: Path, capsys:
     assert ours["speedup"] == pytest.approx(full["milliseconds"] / ours["milliseconds"])
     assert ours["bits"] == pytest.approx((64 * 4.5 + 80 * 16) / 144), "64 tokens of 4.5 bits, and 16 + 64 of 16 bits"
     assert all(row["tokens_per_second"] > 0 for row in rows[-4:])
-    assert f"{len(rows)} of {len(rows)} rows" in done.stdout
+    assert f"{len(rows)} of {len(rows)} rows" in capsys.readouterr().out
 
     gpu.main(arguments)
     assert f"{len(rows)} of {len(rows)} rows" in capsys.readouterr().out
@@ -130,10 +128,8 @@ def test_scalars_may_differ_by_a_unit_in_the_last_place() -> None:
 
 def test_what_fails_its_check_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "check_steps", lambda *_: (_ for _ in ()).throw(ValueError("step 1 is wrong")))
-    path, jobs = (
-        tmp_path / "gpu.jsonl",
-        [Job("check", "kivi-2bit", "small"), Job("encode", "kivi-2bit", "small", 1, 64)],
-    )
+    path = tmp_path / "gpu.jsonl"
+    jobs = [Job("check", "kivi-2bit", "small"), Job("encode", "kivi-2bit", "small", 1, 64)]
     jobs.append(Job("decode", "full", "small", 1, 64, "plain"))
     assert gpu.work(jobs, SMALL_SIZES, path, "c") == 0
     check, encode, full = gpu.read_rows(path, "c").values()
@@ -168,10 +164,9 @@ def test_crashes_and_hangs_cost_one_row_each(tmp_path: Path) -> None:
     gpu.supervise(command, jobs, path, "c", time.monotonic() + 300, silence=20)
     errors = {job.cache: row.get("error") for job, row in gpu.read_rows(path, "c").items()}
     assert errors == dict.fromkeys("acef") | {"b": "the worker ended with -11", "d": "no result within 20 s"}
+    command[2] = "import nowhere"
     with pytest.raises(RuntimeError, match="could not be started"):
-        gpu.supervise(
-            [sys.executable, "-c", "import nowhere"], [Job("encode", "g")], path, "c", time.monotonic() + 100, 50
-        )
+        gpu.supervise(command, [Job("encode", "g")], path, "c", time.monotonic() + 100, 50)
 
 
 def test_at_the_end_of_the_time_no_row_is_blamed(tmp_path: Path) -> None:

@@ -13,10 +13,7 @@ from support.cache_name import with_cache
 from support.files.saved_files import ACCEPTED, config, filled, outcome, states
 from support.models import family_cases
 from support.models.small_model import METHODS, method_config, small_config
-from transformers import (
-    Gemma3TextConfig,
-    Qwen3NextConfig,
-)
+from transformers import Gemma3TextConfig, Qwen3NextConfig
 
 from kvcache_compress import (
     CommVQCache,

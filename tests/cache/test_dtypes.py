@@ -116,7 +116,7 @@ def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("estimator", ["mse", "prod"])
 def test_autocast_leaves_the_codes_of_static_steps_alone(estimator: str) -> None:
     """Sides with a kernel encoder and those that PyTorch encodes."""
-    side = {"method": "turboquant", "bits": 3, "estimator": estimator}
+    side = {"method": "turboquant", "bits": 3, "codebook": "lloyd_max", "estimator": estimator}
     config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 120}
     cache, same = (CompressedCache(small_model().config, {**config, "backend": "triton"}) for _ in range(2))
     states = torch.randn(2, 2, 90, 32, generator=torch.Generator().manual_seed(0))

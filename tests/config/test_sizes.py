@@ -6,14 +6,7 @@ from kvcache_compress.validation import parse_size, size_text
 
 
 @pytest.mark.parametrize(
-    ("given", "size"),
-    [
-        ("2GB", 2 * 10**9),
-        ("1.5GiB", 3 << 29),
-        ("128K", 1 << 17),
-        (" 4096 ", 4096),
-        ("8kb", 8000),
-    ],
+    ("given", "size"), [("2GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("128K", 1 << 17), (" 4096 ", 4096), ("8kb", 8000)]
 )
 def test_sizes(given: str, size: int) -> None:
     assert parse_size(given, "memory") == size

@@ -26,9 +26,7 @@ def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tens
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fused_equals_not_fused(
-    unfused: Any, assistant: Any, ids: torch.Tensor, way: str, capacity: int | None
-) -> None:
+def test_fused_equals_not_fused(unfused: Any, assistant: Any, ids: Any, way: str, capacity: int | None) -> None:
     """Static caches give the tokens of growing ones. Assisted generation crops most tokens of a step again."""
     prompt, how = ids[:, :50], WAYS[way]
     if way in ("prompt-lookup", "assisted"):

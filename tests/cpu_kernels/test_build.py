@@ -53,7 +53,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 @pytest.mark.usefixtures("built", "anew")
-def test_compiles_once(tmp_path: Path, loaded: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_compiles_once(compiler: Path, loaded: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    """With a fake compiler; `built` has compiled these sources, here or in an earlier run."""
     assert not build.built()
     with caplog.at_level(logging.WARNING):
         assert build.problem() is None
@@ -61,11 +62,12 @@ def test_compiles_once(tmp_path: Path, loaded: list[Path], caplog: pytest.LogCap
     assert build.built()
     build.problem.cache_clear()
     assert build.built(), "by what an earlier process left"
-    (library,) = tmp_path.iterdir()
+    (library,) = (compiler.parent / "folder").iterdir()
     written = library.stat().st_mtime_ns
     build._load()
     assert loaded == [library, library]
     assert library.stat().st_mtime_ns == written
+    assert compiler.read_text() == "x\n"
 
 
 def test_a_library_of_another_machine(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

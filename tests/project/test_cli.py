@@ -57,9 +57,8 @@ def test_memory_of_one_preset_in_sensible_units() -> None:
     assert "90.00 MiB" in result.output
     assert "turboquant" not in result.output
     command = ["memory", "--preset", "best-2bit", "--context", "4K", "--model", "smollm2-135m", "--batch", "2"]
-    assert (
-        size_text(total_bytes(load_config("best-2bit"), 30, 3, 64, 4096, batch=2)) in runner.invoke(app, command).output
-    )
+    expected = size_text(total_bytes(load_config("best-2bit"), 30, 3, 64, 4096, batch=2))
+    assert expected in runner.invoke(app, command).output
     result = runner.invoke(app, ["memory", "--preset", "best-9bit"])
     assert (result.exit_code, "did you mean" in result.output) == (1, True)
     assert runner.invoke(app, ["memory", "--context", "long"]).exit_code == 1

@@ -77,9 +77,8 @@ def test_python_runs(page: str, scope: dict[str, Any]) -> None:
 
 def test_notebook_runs(scope: dict[str, Any]) -> None:
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    run_blocks(
-        "quickstart", ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"], scope
-    )
+    blocks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    run_blocks("quickstart", blocks, scope)
 
 
 def run_blocks(page: str, blocks: list[str], scope: dict[str, Any]) -> None:

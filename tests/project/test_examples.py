@@ -56,9 +56,8 @@ def test_example_packs_tokens(command: str, monkeypatch: pytest.MonkeyPatch, cap
     if "long_document" in path:
         assert re.search(r"[\d.]+ MiB", printed)
         return
-    packed = re.findall(
-        r"(\d+) (?:of them |of \d+ tokens |tokens |tokens of each row )packed", printed.replace(",", "")
-    )
+    said = r"(\d+) (?:of them |of \d+ tokens |tokens |tokens of each row )packed"
+    packed = re.findall(said, printed.replace(",", ""))
     assert packed
     assert all(int(count) > 0 for count in packed)
     if "chat" in path:

@@ -86,8 +86,8 @@ KINDS = (
     "spectral", "spectral-prefill", "own-method",
 )  # fmt: skip
 """One configuration for each way of keeping state: statistics, groups, RoPE factors, and waiting for queries."""
-UNFUSED = ("turboquant-4", "mixed", "polarquant-rope", "spectral-prefill")
-"""Configurations that run with decoded tokens too, which no codec notices."""
+UNFUSED = ("turboquant-4", "spectral-prefill")
+"""Configurations that run with decoded tokens too, which no codec notices but one that waits for queries."""
 CASES = [*((name, True) for name in KINDS), *((name, False) for name in UNFUSED)]
 FEW = [("turboquant-4", True), ("no-statistics", False), ("no-statistics", True), ("spectral-prefill", True)]
 """Cases of what hardly depends on the method."""

@@ -42,11 +42,8 @@ def later(ptx: str) -> str:
 
 UNWAITED, UNWRITTEN = "a copy is read before it was waited for", "uninitialised shared memory is read"
 OUTSIDE = "outside its tensor"
-BARRIER, LOAD, STORE = (
-    r"bar\.sync[^;]*;",
-    r"(ld\.global\S* [^;]*\[ %rd\d+ \+ )0( \];)",
-    r"(st\.global\S* \[ %rd\d+ \+ )0( \])",
-)
+BARRIER = r"bar\.sync[^;]*;"
+LOAD, STORE = r"(ld\.global\S* [^;]*\[ %rd\d+ \+ )0( \];)", r"(st\.global\S* \[ %rd\d+ \+ )0( \])"
 FAULTS: dict[str, tuple[str, str, Edit, str]] = {
     "no wait for copies": ("4-bit", "attend", all_of(r"cp\.async\.wait_group[^;]*;"), UNWAITED),
     "wait for fewer copies": ("4-bit", "attend", later, UNWAITED),

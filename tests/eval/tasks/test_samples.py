@@ -9,14 +9,7 @@ import pytest
 import torch
 from support.models.toy_tokenizers import START, Characters, GivenRun, Words, word_tokenizer
 
-from kvcache_compress.eval.tasks.samples import (
-    as_chat,
-    check_fits,
-    force_answer,
-    generate_text,
-    read_jsonl,
-    split_ids,
-)
+from kvcache_compress.eval.tasks.samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, split_ids
 
 
 def test_rows_of_a_file(tmp_path: Path) -> None:

@@ -119,12 +119,7 @@ def test_each_part_is_one_pass_and_an_s_part_single_steps(model: LlamaForCausalL
 
     spec = dataclasses.replace(full_cache(), name="recording", make=make)
     _, cell = run(model, texts, spec, cases=(40, "12+20+9", "12+3s", "3s+12 like"), windows=1)
-    assert [cache.passes for cache in made] == [
-        [40, 4, 4],
-        [12, 20, 9, 4, 4],
-        [12, 1, 1, 1, 4, 4],
-        [1, 1, 1, 12, 4, 4],
-    ]
+    assert [cache.passes for cache in made] == [[40, 4, 4], [12, 20, 9, 4, 4], [12, 1, 1, 1, 4, 4], [1, 1, 1, 12, 4, 4]]
     assert [record["tokens"] for record in cell.records] == [40, 41, 15, 15]
     assert cell.scores["kl"] < 1e-9, "no cache, no loss"
 

@@ -268,6 +268,14 @@ CASES |= {
     "eras-spectral-as-launched": aged(PREFILL, tq(2), groups=8, block=0, dtype=F16),
 }
 
+IN_FLOAT32 = {
+    *(f"{name}-128-float16" for name, pair in FAST.items() if pair == PAIRS.get(name)),
+    *(f"eras-{name}-128-float16" for name in AGED),
+    *(f"spectral-{bits}-bit-128-float16" for bits in (1, 2, 3, 4)),
+    *(name for name in CASES if name.endswith("-64-float16")),
+}
+"""Cases of the fast path alone: the portable path computes in float32, where others have the same codes and masks."""
+
 
 def attended(views: tuple[View, View], call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:
     """Attention to keys and values."""
