@@ -3,6 +3,8 @@
 python benchmarks/readme.py
 """
 
+import bisect
+import functools
 import json
 import math
 import re
@@ -12,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, packed_bits, total_bytes
+from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
-from kvcache_compress.config import load_config, preset_names
+from kvcache_compress.config import CompressionConfig, load_config, preset_names
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.plots import plot_pareto
 from kvcache_compress.eval.reporting.report import markdown_table
@@ -37,9 +39,11 @@ LADDER = {
     "best-3bit": "the best trade-off",
     "best-2bit": "half the size of `best-4bit`",
     "best-1.5bit": "the smallest without calibration",
-    "tuned-1.4": "the smallest, tuned for the model",
+    "turboquant-2bit": "to compare: a published method at the size of `best-2bit`",
 }
 """Caches of the README's first table, and what each is good for."""
+PEER_BITS = {"fp8": 8.0, "hqq-4": 4.5, "quanto-4": 4.5}
+"""Bits per number of peers without dense windows or tables of their own."""
 BYTES = (
     ("smollm2-135m", 4, "8K", ("200MB", "100MB", "75MB")),
     ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
@@ -47,7 +51,10 @@ BYTES = (
 """Models, sequences, tokens of each sequence, and budgets on the page about tuning."""
 SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4", "quanto-4")
 """Caches whose decode step on a CPU is in the README's sentence."""
+TOKENS_999 = 2000
+"""Fewest tokens from which the KL that one in a thousand exceeds is shown."""
 LLAMA, CONTEXTS = "llama-3.1-8b", ("8K", "32K", "128K")
+SHOWN = {"smollm2-135m": "SmolLM2", LLAMA: "8B"}
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
 """Presets and contexts on the page about presets."""
 
@@ -74,21 +81,40 @@ def mean_kl(scores: dict[str, float]) -> str:
 
 
 def losses_of(cell: Cell | None) -> list[str]:
-    return [figure(cell, mean_kl), figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
+    few = cell is not None and cell.samples * cell.benchmark["options"]["scored"] < TOKENS_999
+    return [figure(cell, mean_kl), MISSING if few else figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
+
+
+@functools.cache
+def constants(config: str, model: str) -> int:
+    """Bytes of a config, given as JSON, that do not depend on the number of tokens; finding them takes a second."""
+    return constant_bytes(load_config(json.loads(config)), *sizes_of(model))
+
+
+def sizes_of(model: str) -> tuple[int, int, int]:
+    """Numbers of layers and key/value heads, and the head dimension."""
+    shape = MODELS[model]
+    return shape.layers, shape.kv_heads, shape.head_dim
+
+
+def held_bytes(config: CompressionConfig, model: str, tokens: int, batch: int = 1) -> float:
+    """`total_bytes` of a cache after prompts of `tokens`."""
+    layers, _, dim = sizes = sizes_of(model)
+    shared = batch * rope_bytes(config, dim, layers, tokens) + constants(config.model_dump_json(), model)
+    return cache_bytes(config, *sizes, tokens, batch) + shared
 
 
 def llama_sizes(context: str) -> dict[str, float]:
     """Bytes of Llama-3.1-8B's cache by preset; the full cache has the key ''."""
-    layers, _, heads, dim = MODELS[LLAMA]
     tokens = parse_size(context, "context")
-    full = {"": 2 * BF16_BYTES * layers * heads * dim * tokens}
-    return full | {name: total_bytes(load_config(name), layers, heads, dim, tokens) for name in SIZED}
+    full = {"": 2 * BF16_BYTES * math.prod(sizes_of(LLAMA)) * tokens}
+    return full | {name: held_bytes(load_config(name), LLAMA, tokens) for name in SIZED}
 
 
-def headline(budgets: Table) -> str:
+def headline(held_out: Table) -> str:
     """The sentences on the README's first screen."""
     size = {name: f"{size / 2**30:.{2 if name else 0}f}" for name, size in llama_sizes("128K").items()}
-    kl = {name: f"{cell.score:.4f}" for name, cell in cells_of(budgets, "1k").items()}
+    kl = {name: f"{cell.score:.4f}" for name, cell in cells_of(held_out, "1k").items()}
     return (
         f"At 128K tokens the key/value cache of Llama-3.1-8B takes {size['']} GiB in bfloat16, more than its "
         f"weights, and every decode step reads all of it; `best-3bit` keeps it in {size['best-3bit']} GiB "
@@ -98,19 +124,58 @@ def headline(budgets: Table) -> str:
     )
 
 
-def ladder(budgets: Table) -> str:
-    """Table of a few caches and what each is good for."""
-    cells = cells_of(budgets, "1k")
+def whole_bits(cache: str, model: str, tokens: int) -> float:
+    """Bits per number of all that a cache holds after a prompt: of a preset, or of a peer.
+
+    A preset with `@` has the dense windows of `best-*`.
+    """
+    name, _, windows = cache.partition("@")
+    if name in PEER_BITS:
+        return PEER_BITS[name]
+    config = load_config(name).changed(sink_tokens=16, recent_tokens=64) if windows else load_config(name)
+    return 8 * held_bytes(config, model, tokens) / (2 * math.prod(sizes_of(model)) * tokens)
+
+
+def ladder(held_out: Table) -> str:
+    """Table of a few caches by falling size, and what each is good for."""
+    short, long = cells_of(held_out, "1k"), cells_of(held_out, "8k")
     lines = [
-        [name.partition("@")[0], bits_text(cells[name].packed_bits), *losses_of(cells[name]), purpose]
-        for name, purpose in LADDER.items()
+        [
+            name.partition("@")[0],
+            bits_text(short[name].packed_bits),
+            *(bits_text(cells[name].all_bits) for cells in (short, long)),
+            bits_text(whole_bits(name, LLAMA, 32768)),
+            *(figure(cells[name], mean_kl) for cells in (short, long)),
+            losses_of(short[name])[1],
+            LADDER[name],
+        ]
+        for name in sorted(LADDER, key=lambda name: -(long[name].all_bits or 0))
     ]
-    text = markdown_table(["cache", "bits", "KL", "99.9 %", "take it for"], lines, (0, -1))
+    heads = ["cache", "bits", "held, 1K", "held, 8K", "held, 8B at 32K", "KL, 1K", "KL, 8K", "99.9 %", "take it for"]
     return (
-        f"{text}\n\nSmolLM2-135M-Instruct, prompts of "
-        f"{cells['hqq-4'].benchmark['options']['prefix']:,} tokens of six kinds of text; 16 sinks and 64 recent tokens "
-        "stay dense, except in Transformers' own caches. A preset's name counts the bits of codes alone."
+        f"{markdown_table(heads, lines, (0, -1))}\n\nSmolLM2-135M-Instruct, {short['hqq-4'].samples} prompts of 1,024 "
+        f"tokens and {long['hqq-4'].samples} of 8,000, of texts that [took part in no "
+        "choice](docs/results.md#texts-that-took-part-in-no-choice). "
+        "16 sinks and 64 recent tokens stay dense, except in Transformers' own caches."
     )
+
+
+def whole_sizes() -> str:
+    """Table of bits per number of whole caches of two models, and from which length on they are smaller than others."""
+
+    def first(name: str, peer: str) -> str:
+        if name in PEER_BITS:
+            return MISSING
+        lengths = range(96, 32768, 32)
+        at = bisect.bisect_left(lengths, True, key=lambda n: whole_bits(name, LLAMA, n) < PEER_BITS[peer])
+        return f"{lengths[at]:,}" if at < len(lengths) else MISSING
+
+    lines = []
+    for name in ("fp8", "hqq-4", *SIZED):
+        sizes = [whole_bits(name, model, tokens) for model in SHOWN for tokens in (1024, 8192, 32768)]
+        lines.append([name, *map(bits_text, sizes), *(first(name, peer) for peer in ("fp8", "hqq-4"))])
+    heads = [f"{model}, {length}" for model in SHOWN.values() for length in ("1K", "8K", "32K")]
+    return markdown_table(["cache", *heads, "8B: below fp8 from", "below hqq-4 from"], lines)
 
 
 def perplexity(table: Table) -> str:
@@ -136,12 +201,7 @@ def keys(table: Table) -> str:
 
     def answers(cell: Cell, full: Cell) -> str:
         text = f"{cell.scores['logprob']:.3f}"
-        if cell is full:
-            return text
-        before = {record["id"]: record["logprob"] for record in full.records}
-        changes = [record["logprob"] - before[record["id"]] for record in cell.records]
-        error = statistics.stdev(changes) / math.sqrt(len(changes))
-        return f"{text} ({statistics.fmean(changes):+.3f} ± {error:.3f})"
+        return text if cell is full else f"{text} ({difference(cell, full, 'logprob', 3)})"
 
     names = [column.name for column in table.columns]
     lines = [
@@ -155,23 +215,34 @@ def keys(table: Table) -> str:
     return f"{markdown_table(['cache', 'bits', *names], lines)}\n\n{table.model}; from {source('tasks')}."
 
 
-def lengths(budgets: Table) -> str:
+def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
+    """Mean difference of a score from another cache's, paired by sample, with its standard error."""
+    before = {record["id"]: record[score] for record in base.records}
+    changes = [record[score] - before[record["id"]] for record in cell.records]
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    return f"{statistics.fmean(changes):+.{digits}f} ± {error:.{digits}f}"
+
+
+def lengths(table: Table, file: str, base: str | None = None) -> str:
     """Table of caches over several texts together, with a group of columns for each length."""
-    names = [column.name for column in budgets.columns]
-    lines = []
-    for row in budgets.rows[1:]:
+    names = [column.name for column in table.columns]
+    lines, first = [], cells_of(table, names[0])
+    for row in table.rows[1:]:
         figures = [text for name in names for text in losses_of(row.cells.get(name))]
         top1 = statistics.fmean(cell.scores["top1"] for cell in row.cells.values())
-        lines.append([row.cache, bits_text(row.packed_bits), *figures, f"{top1:.3f}"])
-    heads = ["cache", "bits", *(f"{name}: {what}" for name in names for what in ("KL", "99.9 %")), "same top-1"]
+        paired = [difference(first[row.cache], first[base], "kl", 4)] if base else []
+        lines.append([row.cache, bits_text(row.packed_bits), *figures, f"{top1:.3f}", *paired])
+    heads = [f"{name}: {what}" for name in names for what in ("KL", "99.9 %")]
     windows = []
     for name in names:
-        cell = budgets.rows[0].cells[name]
+        cell = table.rows[0].cells[name]
         options = cell.benchmark["options"]
         windows.append(f"{name} {cell.samples} windows of {options['prefix']:,} + {options['scored']} tokens")
+    text = markdown_table(
+        ["cache", "bits", *heads, "same top-1", *([f"{names[0]}: KL, minus `{base}`'s"] if base else [])], lines
+    )
     return (
-        f"{markdown_table(heads, lines)}\n\n{budgets.model}; {', '.join(windows)}, of {len(options['texts'])} texts "
-        f"alike; from {source('budgets')}."
+        f"{text}\n\n{table.model}; {', '.join(windows)}, of {len(options['texts'])} texts alike; from {source(file)}."
     )
 
 
@@ -228,7 +299,7 @@ def bytes_table() -> str:
             memory = parse_size(given, "memory")
             spare = 8 * Budget(shape, None, memory, tokens, batch).spare(base) / (2 * shape.head_dim * shape.layers)
             bits = packed_bits(base, shape.head_dim, shape.layers, shape.kv_heads) + spare
-            fitting = (name for name in BUDGET_NAMES if total_bytes(load_config(name), *sizes, tokens, batch) <= memory)
+            fitting = (name for name in BUDGET_NAMES if held_bytes(load_config(name), model, tokens, batch) <= memory)
             preset = next((f"`{name}`" for name in fitting), "none: tune")
             lines.append([model, f"{batch} x {context}", full, given, f"{bits:.2f}", preset])
     heads = ["model", "contexts", "bfloat16", "budget", "bits per packed number", "preset"]
@@ -282,12 +353,14 @@ def render(page: str, texts: dict[str, str]) -> str:
 
 def pages() -> dict[Path, str]:
     """The pages by path, as the committed results have them."""
-    table, budgets, answers, parts = map(table_of, ("smollm2", "budgets", "tasks", "turns"))
+    table, budgets, held_out, answers, parts = map(table_of, ("smollm2", "budgets", "held-out", "tasks", "turns"))
     cpu = json.loads((RESULTS / "cpu.json").read_text("utf-8"))
     texts = {
-        "README.md": {"headline": headline(budgets), "ladder": ladder(budgets), "cpu": cpu_sentence(cpu)},
+        "README.md": {"headline": headline(held_out), "ladder": ladder(held_out), "cpu": cpu_sentence(cpu)},
         "docs/results.md": {
-            "lengths": lengths(budgets),
+            "held-out": lengths(held_out, "held-out", "best-3bit"),
+            "sizes": whole_sizes(),
+            "lengths": lengths(budgets, "budgets"),
             "turns": turns(parts),
             "perplexity": perplexity(table),
             "keys": keys(answers),

@@ -104,12 +104,22 @@ CASES = {
             "polarquant-3.4bit": {"method": "polarquant_recursive"}, "spectral-2bit": {"method": "spectral", "bits": 2},
         }.items()
     },
+    **{
+        f"spectral-{keys}bit and turboquant-{values}bit": Case(
+            _pair({"method": "spectral", "bits": keys}, _turboquant(values)), everything=True
+        )
+        for keys, values in ((1, 1), (1.5, 3), (3.5, 5), (5, 6), (6, 3))  # widths that bits by layer may choose
+    },
     "turboquant-4bit, 16 queries": Case(_FOUR, queries=16),
     "kivi-4bit, 16 queries": Case(_KIVI, queries=16),
     **{
         f"{name}, D={head_dim}": Case(config, head_dim)
         for head_dim, configs in {
-            64: {"turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2},
+            64: {
+                "turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2,
+                "turboquant-k3v2": _pair(_turboquant(3), _turboquant(2)),
+                "spectral-k2v3": _pair({"method": "spectral", "bits": 2}, _turboquant(3)),
+            },
             96: {"turboquant-4bit": _FOUR},
             256: {
                 "turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2, "prod-2.5bit": _PROD_2_5,

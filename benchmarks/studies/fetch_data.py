@@ -35,8 +35,8 @@ def gsm8k(_: str) -> str:
     return "".join(json.dumps({name: row[name] for name in ("question", "answer")}) + "\n" for row in rows)
 
 
-def multi_news(_: str) -> str:
-    rows = hub_rows("zai-org/LongBench", "multi_news")[:60]
+def longbench(path: str) -> str:
+    rows = hub_rows("zai-org/LongBench", Path(path).stem)[: 20 if path.endswith("_zh.jsonl") else 60]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -56,7 +56,8 @@ ESSAY_DIGESTS = {
 FILES: dict[str, tuple[str, Callable[[str], str] | None]] = {
     "data/wikitext-2/valid.txt": ("f0737ed31fc13290", wikitext),
     **{f"data/essays/{name}.txt": (digest, essay) for name, digest in ESSAY_DIGESTS.items()},
-    "data/longbench/multi_news.jsonl": ("948fc40bb6ad2f3b", multi_news),
+    "data/longbench/multi_news.jsonl": ("948fc40bb6ad2f3b", longbench),
+    "data/longbench/multifieldqa_zh.jsonl": ("540b032ff276cd03", longbench),
     "data/gsm8k/train-400.jsonl": ("2be6fd98da24d030", gsm8k),
     "data/ruler/niah_multikey_3-4096.jsonl": ("cf7413c8067a9d3c", None),
 }

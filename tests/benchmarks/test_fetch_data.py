@@ -41,8 +41,9 @@ def test_rows_of_the_hub_become_the_files_byte_for_byte(hub: FakeHub) -> None:
     lines = fetch_data.gsm8k("").splitlines()
     assert (len(lines), lines[0]) == (400, '{"question": "0", "answer": "\\u00fc"}')
     hub.dataset = {"test": [{"context": "ü", "_id": number} for number in range(200)]}
-    lines = fetch_data.multi_news("").splitlines()
-    assert (len(lines), lines[0]) == (60, '{"context": "ü", "_id": 0}')
+    for name, count in (("multi_news", 60), ("multifieldqa_zh", 20)):
+        lines = fetch_data.longbench(f"data/longbench/{name}.jsonl").splitlines()
+        assert (len(lines), lines[0]) == (count, '{"context": "ü", "_id": 0}')
 
 
 def test_a_host_that_is_down_is_asked_once(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +63,8 @@ def test_a_host_that_is_down_is_asked_once(hub: FakeHub, tmp_path: Path, monkeyp
 
 def test_comparisons_name_only_files_that_can_be_brought() -> None:
     made = {f"texts/compare/{kind}.txt" for kind in ("essays", "news", "code", "mathematics", "help")}
+    held_out = ("code", "help", "reference", "numpy", "chinese", "licences")
+    made |= {f"texts/held-out/{kind}.txt" for kind in held_out}
     for path in sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml")):
         for options in read_yaml(path)["benchmarks"].values():
             named = {*options.get("texts", ()), *([options["data"]] if "data" in options else [])}
