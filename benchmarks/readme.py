@@ -32,7 +32,6 @@ LOSSES = ROOT / "configs" / "measured.json"
 LEADING = "wikitext"
 LADDER = {
     "hqq-4": "to compare: Transformers' `QuantizedCache`",
-    "quanto-4": "to compare: the same with quanto",
     "kivi-4bit@sinks=16,recent=64": "to compare: the usual baseline",
     "turboquant-4bit": "speed on a GPU",
     "best-4bit": "no visible loss",
@@ -80,8 +79,13 @@ def mean_kl(scores: dict[str, float]) -> str:
     return f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
 
 
+def scored_tokens(cell: Cell) -> int:
+    """Tokens behind a cell of KL."""
+    return int(cell.samples * cell.benchmark["options"]["scored"])
+
+
 def losses_of(cell: Cell | None) -> list[str]:
-    few = cell is not None and cell.samples * cell.benchmark["options"]["scored"] < TOKENS_999
+    few = cell is not None and scored_tokens(cell) < TOKENS_999
     return [figure(cell, mean_kl), MISSING if few else figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
 
 
@@ -185,10 +189,10 @@ def perplexity(table: Table) -> str:
     for name, cell in cells.items():
         scores = cell.scores
         bits = bits_text(cell.packed_bits), bits_text(cell.all_bits)
-        lines.append([name, *bits, f"{scores['perplexity']:.2f}", mean_kl(scores), f"{scores['top1']:.3f}"])
+        lines.append([name, *bits, mean_kl(scores), f"{scores['top1']:.3f}"])
     cell = cells["full"]
     options = cell.benchmark["options"]
-    heads = ["cache", "bits, packed part", "bits, whole cache", "perplexity", "KL", "same top-1"]
+    heads = ["cache", "bits, packed part", "bits, whole cache", "KL", "same top-1"]
     return (
         f"{markdown_table(heads, lines)}\n\n{table.model}, {options['texts'][0]}, {cell.samples} windows of "
         f"{options['prefix']} + {options['scored']} tokens, {options['step']} per pass, {cell.date[:10]}; from "
@@ -224,25 +228,26 @@ def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
 
 
 def lengths(table: Table, file: str, base: str | None = None) -> str:
-    """Table of caches over several texts together, with a group of columns for each length."""
+    """Table of caches over several texts together, with columns for each length."""
     names = [column.name for column in table.columns]
-    lines, first = [], cells_of(table, names[0])
+    first, full = cells_of(table, names[0]), table.rows[0].cells
+    long = [name for name in names if scored_tokens(full[name]) >= TOKENS_999]
+    lines = []
     for row in table.rows[1:]:
-        figures = [text for name in names for text in losses_of(row.cells.get(name))]
-        top1 = statistics.fmean(cell.scores["top1"] for cell in row.cells.values())
-        paired = [difference(first[row.cache], first[base], "kl", 4)] if base else []
-        lines.append([row.cache, bits_text(row.packed_bits), *figures, f"{top1:.3f}", *paired])
-    heads = [f"{name}: {what}" for name in names for what in ("KL", "99.9 %")]
+        figures = [figure(row.cells[name], mean_kl) for name in names]
+        figures += [losses_of(row.cells[name])[1] for name in long]
+        if base:
+            figures.append(difference(first[row.cache], first[base], "kl", 4) if row.cache != base else MISSING)
+        lines.append([row.cache, bits_text(row.packed_bits), *figures])
+    heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in long)]
+    heads += [f"KL minus that of `{base}`, {names[0]}"] if base else []
     windows = []
     for name in names:
-        cell = table.rows[0].cells[name]
-        options = cell.benchmark["options"]
-        windows.append(f"{name} {cell.samples} windows of {options['prefix']:,} + {options['scored']} tokens")
-    text = markdown_table(
-        ["cache", "bits", *heads, "same top-1", *([f"{names[0]}: KL, minus `{base}`'s"] if base else [])], lines
-    )
+        options = full[name].benchmark["options"]
+        windows.append(f"{name} {full[name].samples} windows of {options['prefix']:,} + {options['scored']} tokens")
     return (
-        f"{text}\n\n{table.model}; {', '.join(windows)}, of {len(options['texts'])} texts alike; from {source(file)}."
+        f"{markdown_table(['cache', 'bits', *heads], lines)}\n\n{table.model}; {', '.join(windows)}, of "
+        f"{len(options['texts'])} texts alike; from {source(file)}."
     )
 
 
