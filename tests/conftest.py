@@ -19,7 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are so small that more t
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the files that take longest first: a worker that began one last would leave the others idle."""
-    longest = ("test_compiled.py", "test_attention.py", "test_slots.py", "test_operations.py", "test_compare.py")
+    longest = (
+        "test_aot.py",
+        "test_compiled.py",
+        "test_attention.py",
+        "test_slots.py",
+        "test_operations.py",
+        "test_compare.py",
+    )
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcache_compress.cache.estimate import ModelShape, packed_bits, total_bytes
+from kvcache_compress.cache.estimate import ModelShape, packed_bits, total_bytes, windows_of
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
@@ -39,6 +39,11 @@ class Budget:
     tokens: int = 0
     batch: int = 1
 
+    def packed_tokens(self, config: CompressionConfig) -> int:
+        """Packed tokens per sequence after a prompt, under the config's defaults for all layers."""
+        [plan] = config.changed(layers=[]).plan(["full_attention"])
+        return windows_of(plan, self.shape.head_dim).leaving(self.tokens - config.sink_tokens)
+
     def spare(self, config: CompressionConfig) -> float:
         """Bytes per packed token and key/value head, over all layers, that a config leaves; negative if too large.
 
@@ -48,7 +53,7 @@ class Budget:
         if self.bits is not None:
             return (self.bits - packed_bits(config, dim, layers, heads)) * 2 * dim * layers / 8
         assert self.memory is not None
-        packed = max(1, self.tokens - config.sink_tokens - config.recent_tokens) * (1 + SLACK)
+        packed = max(1, self.packed_tokens(config)) * (1 + SLACK)
         taken = total_bytes(config, layers, heads, dim, self.tokens, self.batch)
         return (self.memory - taken) / (self.batch * heads * packed)
 
@@ -69,7 +74,7 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: 
         ValueError: No config of these choices fits the budget.
     """
     dense = base.sink_tokens + base.recent_tokens
-    if budget.tokens and budget.tokens <= dense:
+    if budget.tokens and not budget.packed_tokens(base):
         raise ValueError(f"context={budget.tokens}: {dense} tokens stay dense, so nothing would be packed; raise it")
     dim = budget.shape.head_dim
     costs = {

@@ -11,7 +11,7 @@ from kvcache_compress.codecs.layout import bytes_per_token, group_tokens
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from kvcache_compress.modeling.hub import from_cache_or_hub
-from kvcache_compress.storage.packed_store import grown_capacity
+from kvcache_compress.storage.packed_store import grown_capacity, tail_capacity
 from kvcache_compress.storage.shared.rope_track import DTYPE as ROPE_DTYPE
 from kvcache_compress.storage.shared.rope_track import rope_rows
 from kvcache_compress.storage.side import Windows
@@ -60,12 +60,19 @@ def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_h
     return 8 * stored / (2 * head_dim * kv_heads * len(plans))
 
 
+def windows_of(plan: LayerPlan, head_dim: int) -> Windows:
+    """Windows of a growing layer, with the numbers of tokens that it packs together."""
+    group = math.lcm(*(group_tokens(plan.layout(side, head_dim)) for side in SIDES))
+    return Windows(plan.sink_tokens, plan.recent_tokens, math.lcm(FLUSH_TOKENS, group), group)
+
+
 def cache_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
     """Bytes that a growing cache of a bfloat16 model holds for tokens after a prompt of `tokens` per sequence.
 
-    Excludes `rope_bytes` and `constant_bytes`; see `total_bytes`.
+    Excludes `rope_bytes` and `constant_bytes`; see `total_bytes`. Methods with statistics pack nothing of prompts that
+    are too short to measure, which does not count here.
 
     Args:
         layers: full-attention layers.
@@ -74,13 +81,12 @@ def cache_bytes(
     for plan in config.plan(["full_attention"] * layers):
         held: float = 2 * tokens * head_dim * BF16_BYTES
         if plan.compresses:
-            layouts = [plan.layout(side, head_dim) for side in SIDES]
-            groups = [group_tokens(layout) for layout in layouts]
-            windows = Windows(plan.sink_tokens, plan.recent_tokens, math.lcm(FLUSH_TOKENS, *groups), math.lcm(*groups))
-            packed = windows.leaving(tokens - windows.sinks)
-            held = 2 * (min(tokens, windows.sinks) + windows.recent + windows.flush) * head_dim * BF16_BYTES
-            for layout, group in zip(layouts, groups, strict=True):
-                held += grown_capacity(packed, group) * bytes_per_token(layout)
+            windows, sinks = windows_of(plan, head_dim), min(tokens, plan.sink_tokens)
+            packed = windows.leaving(tokens - sinks)
+            dense = sinks + tail_capacity(tokens - sinks - packed, windows.recent + windows.flush)
+            held = 2 * dense * head_dim * BF16_BYTES
+            for layout in (plan.layout(side, head_dim) for side in SIDES):
+                held += grown_capacity(packed, group_tokens(layout)) * bytes_per_token(layout)
         total += batch * kv_heads * held
     return total
 

@@ -115,6 +115,12 @@ FIRST_TOKENS = 256
 """Initial capacity of a tail that may hold as many tokens; enough for the windows of all presets."""
 
 
+def tail_capacity(tokens: int, usual: int) -> int:
+    """Capacity of a tail that must hold `tokens`, and normally holds at most `usual`."""
+    grown = grown_capacity(tokens, 1)
+    return grown if tokens > usual else min(max(grown, FIRST_TOKENS), usual)
+
+
 class TailBuffer:
     """Dense tokens of one side after the packed ones, `[B, H, capacity, D]`, written in place.
 
@@ -129,11 +135,7 @@ class TailBuffer:
         batch, heads, _, dim = like.shape
         self.tokens = 0
         self.usual = usual
-        self.buffer = like.new_empty(batch, heads, self._capacity(0), dim)
-
-    def _capacity(self, tokens: int) -> int:
-        grown = grown_capacity(tokens, 1)
-        return grown if tokens > self.usual else min(max(grown, FIRST_TOKENS), self.usual)
+        self.buffer = like.new_empty(batch, heads, tail_capacity(0, usual), dim)
 
     def view(self) -> torch.Tensor:
         return self.buffer[:, :, : self.tokens]
@@ -160,7 +162,7 @@ class TailBuffer:
     def new_buffer(self, tokens: int, batch: int | None = None) -> torch.Tensor:
         """Allocate a buffer for `tokens` tokens with the usual spare capacity; `batch` defaults to the current one."""
         own, heads, _, dim = self.buffer.shape
-        return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)
+        return self.buffer.new_empty(own if batch is None else batch, heads, tail_capacity(tokens, self.usual), dim)
 
     def clear(self) -> None:
         """Drop all tokens and free their memory."""

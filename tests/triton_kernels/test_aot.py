@@ -33,7 +33,8 @@ for cases, targets in json.loads(sys.argv[1]):
 def compiled(*runs: tuple[list[str], list[str]], triton: str = "") -> tuple[set[tuple[str, str]], str]:
     """Compile cases for targets in another process, as this one interprets kernels: (target, kernel) pairs, output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([triton, str(ROOT / "benchmarks" / "kernels")])
+    folders = triton, str(ROOT / "benchmarks" / "kernels"), environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(runs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     found = re.findall(r"^(\w+), (.*): [1-9]\d* registers", done.stdout, re.MULTILINE)

@@ -1,1 +1,1 @@
-"""What follows the text: statistics by era, and bits by layer."""
+"""Statistics by era and bits by layer, both chosen from the cached text."""
