@@ -41,7 +41,7 @@ LADDER = {
     "turboquant-2bit": "to compare: a published method at the size of `best-2bit`",
 }
 """Caches of the README's first table, and what each is good for."""
-PEER_BITS = {"fp8": 8.0, "hqq-4": 4.5, "quanto-4": 4.5}
+PEER_BITS = {"fp8": 8.0, "hqq-4": 4.5}
 """Bits per number of peers without dense windows or tables of their own."""
 BYTES = (
     ("smollm2-135m", 4, "8K", ("200MB", "100MB", "75MB")),
@@ -84,9 +84,8 @@ def scored_tokens(cell: Cell) -> int:
     return int(cell.samples * cell.benchmark["options"]["scored"])
 
 
-def losses_of(cell: Cell | None) -> list[str]:
-    few = cell is not None and scored_tokens(cell) < TOKENS_999
-    return [figure(cell, mean_kl), MISSING if few else figure(cell, lambda scores: f"{scores['kl_999']:.3f}")]
+def tail_kl(scores: dict[str, float]) -> str:
+    return f"{scores['kl_999']:.3f}"
 
 
 @functools.cache
@@ -150,22 +149,14 @@ def ladder(held_out: Table) -> str:
             *(bits_text(cells[name].all_bits) for cells in (short, long)),
             bits_text(whole_bits(name, LLAMA, 32768)),
             *(figure(cells[name], mean_kl) for cells in (short, long)),
-            losses_of(short[name])[1],
+            figure(short[name], tail_kl),
             LADDER[name],
         ]
         for name in sorted(LADDER, key=lambda name: -(long[name].all_bits or 0))
     ]
     heads = [
-        "cache",
-        "bits",
-        "held, 1K",
-        "held, 8K",
-        "held, 8B at 32K",
-        "KL, 1K",
-        "KL, 8K",
-        "99.9 %, 1K",
-        "take it for",
-    ]
+        "cache", "bits", "held, 1K", "held, 8K", "held, 8B at 32K", "KL, 1K", "KL, 8K", "99.9 %, 1K", "take it for",
+    ]  # fmt: skip
     return (
         f"{markdown_table(heads, lines, (0, -1))}\n\nSmolLM2-135M-Instruct, {short['hqq-4'].samples} prompts of 1,024 "
         f"tokens and {long['hqq-4'].samples} of 8,000, of texts that [took part in no "
@@ -245,7 +236,7 @@ def lengths(table: Table, file: str, base: str | None = None) -> str:
     lines = []
     for row in table.rows[1:]:
         figures = [figure(row.cells[name], mean_kl) for name in names]
-        figures += [losses_of(row.cells[name])[1] for name in long]
+        figures += [figure(row.cells[name], tail_kl) for name in long]
         if base:
             figures.append(difference(first[row.cache], first[base], "kl", 4) if row.cache != base else MISSING)
         lines.append([row.cache, bits_text(row.packed_bits), *figures])

@@ -4,7 +4,7 @@
 
 `data` holds `essays/*.txt`, LongBench's `multi_news.jsonl` and `multifieldqa_zh.jsonl` and GSM8K's `train-400.jsonl` in
 their public formats. Code is the source of Python's standard library, and help texts are its docstrings, so both depend
-on Python's version.
+on Python's version; the held-out texts depend on NumPy's, too.
 
 - `texts/tune` is for `kvcache-compress tune`.
 - `texts/compare` is for choices: defaults were chosen on it, and `benchmarks/comparisons/budgets.yaml` runs on it.
