@@ -11,6 +11,7 @@ on Python's version; the held-out texts depend on NumPy's, too.
 - `texts/held-out` takes part in no choice. `benchmarks/comparisons/held-out.yaml` measures the README's figures on it:
   code and help texts of other modules, the reference of Python's language, docstrings of NumPy, articles in Chinese,
   and the licences that every Debian system has.
+- `texts/gsm8k.jsonl` has GSM8K's last hundred problems, each after eight others, in RULER's format.
 """
 
 import ast
@@ -19,7 +20,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -36,7 +37,7 @@ OTHER_MODULES = (
     "multiprocessing/managers", "multiprocessing/pool", "json/decoder", "logging/__init__", "logging/config",
     "unittest/mock", "unittest/case", "http/client", "http/server", "tkinter/__init__", "urllib/request",
     "urllib/parse", "concurrent/futures/process", "_pydecimal", "ssl", "socketserver", "tokenize", "weakref", "uuid",
-    "traceback", "dis", "inspect", "zipfile/__init__", "webbrowser", "xmlrpc/client",
+    "traceback", "dis", "webbrowser", "xmlrpc/client",
 )  # fmt: skip
 """Modules whose code and help texts are held out."""
 SOURCES = {"essays": "essays", "news": "longbench/multi_news.jsonl", "mathematics": "gsm8k/train-400.jsonl"}
@@ -78,8 +79,7 @@ def held_out(data: Path) -> dict[str, str]:
         OSError: a file is missing.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    paths = [path for name in OTHER_MODULES if (path := library / f"{name}.py").exists()]
-    modules = [path.read_text(encoding="utf-8") for path in paths]
+    modules = [(library / f"{name}.py").read_text(encoding="utf-8") for name in OTHER_MODULES]
     package = [path.read_text(encoding="utf-8") for path in sorted(Path(np.__path__[0]).glob("*/*.py"))]
     licences = [path for path in sorted(Path("/usr/share/common-licenses").iterdir()) if not path.is_symlink()]
     return {
@@ -92,6 +92,16 @@ def held_out(data: Path) -> dict[str, str]:
     }
 
 
+def problems(data: Path) -> Iterator[dict[str, Any]]:
+    """The rows of `gsm8k.jsonl`."""
+    rows = _rows(data / SOURCES["mathematics"])
+    solved = [f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in rows]
+    for number, row in enumerate(rows[-100:]):
+        before = "".join(solved[3 * number : 3 * number + 8])
+        prompt = {"input": f"{before}Question: {row['question']}\n", "answer_prefix": "Answer:"}
+        yield {"index": number, **prompt, "outputs": [row["answer"]], "length": len(before)}
+
+
 def main(
     data: Annotated[Path, typer.Option(help="Folder of the public data.")] = Path("data"),
     output: Annotated[Path, typer.Option(help="Folder for the texts.")] = Path("texts"),
@@ -101,6 +111,7 @@ def main(
             _write(output / name / f"{kind}.txt", "\n\n".join(parts[half::2]))
     for kind, text in held_out(data).items():
         _write(output / "held-out" / f"{kind}.txt", text)
+    _write(output / "gsm8k.jsonl", "".join(f"{json.dumps(row)}\n" for row in problems(data)))
 
 
 def _write(path: Path, text: str) -> None:

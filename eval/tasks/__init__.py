@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from kvcache_compress.validation import explain, quoted
 
+from .agreement import Agreement
 from .benchmark import Benchmark
 from .longbench.benchmark import LongBench
 from .needle import Needle
@@ -14,7 +15,7 @@ from .perplexity import Perplexity
 from .ruler import Ruler
 from .turns import Turns
 
-BENCHMARKS: tuple[type[Benchmark], ...] = (Perplexity, Turns, LongBench, Needle, Ruler)
+BENCHMARKS: tuple[type[Benchmark], ...] = (Perplexity, Agreement, Turns, LongBench, Needle, Ruler)
 
 
 def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:

@@ -27,6 +27,8 @@ from kvcache_compress.validation import AnyPath, AnyTuple
 from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
+PART, LARGEST = 250, 32
+"""Tokens of a part of a continuation whose mean KL is kept, and the number of its tokens of largest KL that are."""
 DEFAULT_TEXT = Path(__file__).with_name("data") / "default_text.txt"
 
 
@@ -42,7 +44,7 @@ class Perplexity(ForcedBenchmark):
 
     Scores are `kl` in nats, `kl_stderr` (its standard error over windows), `kl_999` (the KL that one token in a
     thousand exceeds), `perplexity` and `top1`; with several domains also `kl.DOMAIN` and so on. Records hold the KL of
-    each token.
+    each `PART` tokens and the `LARGEST` single ones.
     """
 
     kind: ClassVar[str] = "perplexity"
@@ -84,13 +86,18 @@ def score_window(run: CacheRun, continuation: torch.Tensor, step: int = STEP_TOK
     reference = run.prefill.full_logits(continuation, step)
     nll, kl, same = compare_tokens(reference, run.forced(continuation, step), continuation)
     means = {"nll": nll.mean().item(), "kl": kl.mean().item(), "top1": same.double().mean().item()}
-    return {**means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
+    parts = [float(f"{part.mean().item():.4g}") for part in kl.split(PART)]
+    largest = [float(f"{each:.4g}") for each in kl.topk(min(LARGEST, len(kl))).values.tolist()]
+    return {**means, "scored": len(kl), "kl_parts": parts, "kl_largest": largest}
 
 
 def window_scores(records: Sequence[Record]) -> dict[str, float]:
     """The scores of `Perplexity` from the records of some windows."""
     mean = {name: statistics.fmean(record[name] for record in records) for name in ("nll", "kl", "top1")}
-    tokens = torch.tensor([kl for record in records for kl in record["kl_tokens"]], dtype=torch.float64)
+    # Other tokens count as 0, which is exact if one token in a thousand is among the largest of its window.
+    tokens = torch.zeros(sum(record["scored"] for record in records), dtype=torch.float64)
+    largest = torch.tensor([kl for record in records for kl in record["kl_largest"]], dtype=torch.float64)
+    tokens[: len(largest)] = largest
     scores = {"kl": mean["kl"], "perplexity": math.exp(mean["nll"]), "top1": mean["top1"]}
     scores["kl_999"] = torch.quantile(tokens, 0.999).item()
     return scores | kl_scores(records)

@@ -26,8 +26,8 @@ from .tune import Budget, tune
 
 LEVELS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 """Bits that a side of a layer may have, if its method has them."""
-CHECKS, SCORED = 3, 256
-"""Windows of each text on which a config is validated, and tokens scored in each."""
+CHECKS, SCORED, CHECKED = 3, 256, 2048
+"""Windows of each text on which a config is validated, at least, tokens scored in each, and tokens in all."""
 
 
 class TuningResult(NamedTuple):
@@ -50,7 +50,7 @@ def verify_config(
     config = load_config(preset).with_files(codebooks=codebooks, statistics=statistics)
     texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
-    checks = [sample for text in texts for sample in _cut(loaded, tokenizer, text, prefix, CHECKS)]
+    checks = [sample for text in texts for sample in _cut(loaded, tokenizer, text, prefix, _checks(texts))]
     (loss,) = measure_losses(loaded, checks, [config], on_progress)
     return TuningResult(f"{preset}, {_named(texts)}", {preset: loss})
 
@@ -83,9 +83,10 @@ def tune_config(
     if scored > SCORED:
         raise ValueError(f"scored={scored}: must be at most {SCORED}")
     asked = None if memory is None else (parse_size(memory, "memory"), parse_size(context or "", "context"))
-    config = load_config(base).with_files(codebooks=codebooks, statistics=statistics)
+    preset = load_config(base).with_files(codebooks=codebooks, statistics=statistics)
     dense = {name: count for name, count in (("sink_tokens", sinks), ("recent_tokens", recent)) if count is not None}
-    config = config.model_copy(update={"layers": [], "bits_by_layer": None}).changed(**dense)
+    preset = preset.changed(**dense)
+    config = preset.model_copy(update={"layers": [], "bits_by_layer": None})
     choices: Choices = {"keys": with_bits(config.keys, levels), "values": with_bits(config.values, levels)}
     texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
@@ -101,12 +102,19 @@ def tune_config(
     record = output.with_name(f"{output.name}.measured.json")
     found = measure(loaded, layers, measured, config, choices, record, on_progress)
     tuned = tune(found, config, choices, budget)
-    configs = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
-    sides = tuned.uniform.keys.codec(), tuned.uniform.values.codec()
-    packed = prefix - tuned.uniform.sink_tokens - tuned.uniform.recent_tokens
-    if packed >= LEAST_TOKENS and all(codec.bit_choices for codec in sides):
-        configs["the same with bits_by_layer: auto"] = tuned.uniform.model_copy(update={"bits_by_layer": "auto"})
+    configs = {"tuned": tuned.config}
+    for rival, _ in tuned.rivals:
+        sides = {side: getattr(rival, side) for side in SIDES}
+        name = ", ".join(f"{side} {chosen.method} {chosen.options().bits:g}" for side, chosen in sides.items())
+        configs[name] = rival
+        packed = prefix - rival.sink_tokens - rival.recent_tokens
+        if packed >= LEAST_TOKENS and all(chosen.codec().bit_choices for chosen in sides.values()):
+            configs[f"{name}, bits_by_layer: auto"] = rival.model_copy(update={"bits_by_layer": "auto"})
+    if budget.spare(preset) >= -1e-6 and preset not in configs.values():
+        configs[base] = preset
     losses = dict(zip(configs, measure_losses(loaded, checks, list(configs.values()), on_progress), strict=True))
+    best = min(list(losses)[1:], key=lambda name: losses[name]["kl"])
+    verdict = f"KL {losses['tuned']['kl'] / losses[best]['kl']:.2f} times that of the best without a file ({best})"
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"
     validated_on = _named(check_texts or texts)
     name = Path(loaded.name_or_path or type(loaded).__name__).name
@@ -114,9 +122,10 @@ def tune_config(
         f"Tuned by `kvcache-compress tune` for {name}, {wanted}.",
         f"Measured on {_named(texts)}; validated on {validated_on}, with the full cache as reference:",
         *(f"  {name}: {loss_text(loss)}" for name, loss in losses.items()),
+        verdict,
     ]
     write_atomically(output, "".join(f"# {line}\n" for line in header) + config_yaml(tuned.config))
-    return TuningResult(f"{wanted}, {validated_on}", losses)
+    return TuningResult(f"{wanted}, {validated_on}; {verdict}", losses)
 
 
 def _samples(
@@ -132,9 +141,10 @@ def _samples(
         if text.is_relative_to(check) or check.is_relative_to(text):
             raise ValueError(f"check_text={quoted(str(check))} is measured on too; give a text that --text does not")
     measured = []
-    checks = [sample for path in check_texts for sample in _cut(model, tokenizer, path, prefix, CHECKS)]
+    count = _checks(check_texts or texts)
+    checks = [sample for path in check_texts for sample in _cut(model, tokenizer, path, prefix, count)]
     for path in texts:
-        found = _cut(model, tokenizer, path, prefix, windows if check_texts else windows + CHECKS)
+        found = _cut(model, tokenizer, path, prefix, windows if check_texts else windows + count)
         measured += found[:windows]
         checks += found[windows:]
         if len(found) <= windows and not check_texts:
@@ -144,6 +154,11 @@ def _samples(
             )
     short = (sample.data | {"continuation": sample.data["continuation"][:scored]} for sample in measured)
     return [replace(sample, data=data) for sample, data in zip(measured, short, strict=True)], checks
+
+
+def _checks(texts: Sequence[Path]) -> int:
+    """Windows of each text on which a config is validated."""
+    return max(CHECKS, -(-CHECKED // (SCORED * len(texts))))
 
 
 def _cut(

@@ -17,6 +17,8 @@ from .sensitivity import Choices, Sensitivity
 
 STEPS = 64
 """Costs are counted in steps of 1/64 byte per token, rounded up: groups of up to 128 tokens share bytes."""
+RIVALS = 3
+"""Configs with the same choices in all layers that are measured beside the tuned one."""
 ROUNDS = 8
 """Most allocations to try until what single sides do not determine fits too: tables of methods, cos and sin."""
 
@@ -59,12 +61,11 @@ class Budget:
 
 
 class Tuned(NamedTuple):
-    """The best config by layer and side, the best one that is the same in all layers, and their estimated KL."""
+    """The best config by layer and side with its estimated KL, and the same of the best with equal layers."""
 
     config: CompressionConfig
-    uniform: CompressionConfig
     expected: float
-    expected_uniform: float
+    rivals: list[tuple[CompressionConfig, float]]
 
 
 def tune(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: Budget) -> Tuned:
@@ -83,15 +84,15 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: 
     }
     fewest: dict[str, SideConfig] = {side: choices[side][costs[side].index(min(costs[side]))] for side in SIDES}
     spare = budget.spare(base.model_copy(update=fewest))
-    uniform = _best_uniform(found, base, choices, budget)
+    rivals = _rivals(found, base, choices, budget)
     best = _best(found, base, choices, costs, budget, spare)
-    if uniform is None or best is None:
+    if best is None or not rivals:
         missing = -8 * spare / (2 * dim * budget.shape.layers)
         raise ValueError(
             f"budget: even the fewest bits exceed it by {missing:.2f} bits per number ({dense} tokens of each "
             "sequence stay dense); raise the budget, or allow fewer bits with --level"
         )
-    return Tuned(best[0], uniform[0], best[1], uniform[1])
+    return Tuned(*best, rivals)
 
 
 def _best(
@@ -125,16 +126,14 @@ def _best(
     return None
 
 
-def _best_uniform(
+def _rivals(
     found: Sensitivity, base: CompressionConfig, choices: Choices, budget: Budget
-) -> tuple[CompressionConfig, float] | None:
-    """The config of least expected KL with the same choices in all layers, and that KL; None if nothing fits."""
-
-    def loss(pair: tuple[int, ...]) -> float:
-        return sum(found.loss(layer, side, pair[SIDES.index(side)]) for layer, side in found.alone)
-
-    for pair in sorted(itertools.product(*(range(len(choices[side])) for side in SIDES)), key=loss):
-        config = base.model_copy(update={side: choices[side][n] for side, n in zip(SIDES, pair, strict=True)})
+) -> list[tuple[CompressionConfig, float]]:
+    """Configs with the same choices in all layers and their expected KL, the best first."""
+    rivals = []
+    for numbers in itertools.product(*(range(len(choices[side])) for side in SIDES)):
+        pair = dict(zip(SIDES, numbers, strict=True))
+        config = base.model_copy(update={side: choices[side][number] for side, number in pair.items()})
         if budget.spare(config) >= -1e-6:
-            return config, loss(pair)
-    return None
+            rivals.append((config, sum(found.loss(layer, side, pair[side]) for layer, side in found.alone)))
+    return sorted(rivals, key=lambda rival: rival[1])[:RIVALS]

@@ -35,7 +35,6 @@ from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.files.model_file import not_finite, process_rank, read_model_file, write_model_file
 from kvcache_compress.modeling.facts import head_shape, model_facts
 from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
-from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.side import SideState
 from kvcache_compress.validation import quoted, usable_device
 
@@ -63,8 +62,6 @@ def save_cache(cache: Any, path: str | Path) -> None:
         elif isinstance(layer, LinearAttentionAndFullAttentionLayer):
             raise ValueError(f"layer {index}, with a recurrent state beside its keys and values, cannot be saved")
         else:
-            if isinstance(layer.storage, DynamicStorage):
-                layer.storage.stop_waiting()
             held = dict(_layer_tensors(layer))
             if layer.budget is not None and index in layer.budget.spent:
                 described["bits"] = {side: state.codec.options.bits for side, state in layer.sides.items()}

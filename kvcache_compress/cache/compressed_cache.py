@@ -350,9 +350,7 @@ def _budget(
             f"bits_by_layer={compression.bits_by_layer!r} has no effect: no layer has a method for keys and one for "
             "values whose bits can change (spectral, turboquant); drop it"
         )
-    planned = {i: sum(bytes_per_token(plan.layout(side, dim)) for side in SIDES) for i, plan in able.items()}
-    # Layers that are offloaded cannot be packed after others.
-    return BitBudget(planned, 0) if compression.offloading else BitBudget(planned)
+    return BitBudget({i: sum(bytes_per_token(plan.layout(side, dim)) for side in SIDES) for i, plan in able.items()})
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -141,7 +140,6 @@ class DynamicStorage:
         Raises:
             ValueError: a vector to be encoded holds NaN or infinity, or its norm is above 65504.
         """
-        self.stop_waiting()
         length = self.tokens
         self.checks.raise_for_known()
         sinks_before = [state.sinks for state in self.sides.values()]
@@ -212,12 +210,12 @@ class DynamicStorage:
                 state.observe(call, self.windows.recent, at)
         self.due = None
         if awaits_bits:
-            self._choose_bits(call, at, due, in_step)
-        else:
-            self._pack_due(due, in_step)
+            self._choose_bits(call, at)
+        self._flush_tails(tails, due, growing=self.flushes_steps)
+        self.watch.measured(self.packed_tokens, in_step)
 
-    def _choose_bits(self, call: AttentionCall | None, at: torch.Tensor | None, due: int, in_step: bool) -> None:
-        """Offer the budget what both sides lose; the due tokens are packed when it has chosen the bits."""
+    def _choose_bits(self, call: AttentionCall | None, at: torch.Tensor | None) -> None:
+        """Let the budget choose the bits of both sides by what they lose; without queries they keep theirs."""
         assert self.budget is not None
         k_side, v_side = self.sides.values()
         codecs = {side: state.codec for side, state in self.sides.items()}
@@ -229,30 +227,14 @@ class DynamicStorage:
                 losses = output_losses(codecs, prompt, values)
         if losses is None:
             self.budget.spend(self.checks.layer, codecs)
-            self._pack_due(due, in_step, codecs)
-            return
-        take, tokens = partial(self._pack_due, due, in_step), k_side.tail.tokens - self.windows.recent
-        self.budget.offer(self.checks.layer, codecs, losses, take, tokens, 0 if in_step else len(k_side.sinks))
+        else:
+            codecs = self.budget.choose(self.checks.layer, codecs, losses, k_side.tail.tokens - self.windows.recent)
+        self.use(codecs)
 
     def use(self, codecs: Mapping[Side, Codec]) -> None:
         """Use codecs with the bits that the budget has chosen, before anything is packed."""
         for side, codec in codecs.items():
             self.sides[side].recode(codec)
-
-    def _pack_due(self, due: int, in_step: bool, codecs: Mapping[Side, Codec] | None = None) -> None:
-        """Pack the `due` tokens, or as many of them as are left; with new codecs if any."""
-        if codecs is not None:
-            self.use(codecs)
-        tails = self._tails()
-        due = min(due, self.windows.leaving(tails["keys"].shape[2]))
-        if due:
-            self._flush_tails(tails, due, growing=self.flushes_steps)
-        self.watch.measured(self.packed_tokens, in_step)
-
-    def stop_waiting(self) -> None:
-        """Choose the bits and pack now, if the layer waits for others to be measured."""
-        if self.budget is not None and self.checks.layer in self.budget.waiting:
-            self.budget.choose(self.checks.layer)
 
     def _tails(self) -> dict[Side, torch.Tensor]:
         return {side: state.tail.view() for side, state in self.sides.items()}
@@ -378,7 +360,6 @@ class DynamicStorage:
         if self.due is not None:
             due = self.windows.leaving(keys.tail.tokens)
             self.due = min(self.due, due) if due else None
-        self.stop_waiting()
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun, positions_of
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
-from kvcache_compress.eval.tasks.samples import generate_text, make_sample
+from kvcache_compress.eval.tasks.samples import force_answer, generate_text, make_sample, text_ids, with_space
 from kvcache_compress.validation import AnyPath, AnyTuple
 
 from .data import TASKS, Row, Task, Version, load_rows
@@ -78,9 +78,11 @@ class LongBench(Benchmark):
         prompt, question, cut = encode_prompt(
             tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question
         )
+        answer = with_space("\n" if chat else after, row.answers[0])
         data = {
             "task": row.task.name,
             "answers": list(row.answers),
+            "answer_ids": text_ids(tokenizer, answer, special=False)[:new],
             "classes": list(row.classes),
             "labels": [] if row.band is None else [row.band],
             "max_new_tokens": new,
@@ -89,10 +91,10 @@ class LongBench(Benchmark):
         return make_sample(f"{row.task.name}/{row.number}", prompt, question, data, cached_question=True)
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
-        """Generate greedily, and keep the best score over all right answers.
+        """Generate greedily, and keep the best score over all right answers; another cache reads the first of these.
 
-        The record has `task`, `labels` (the length band of LongBench-E), `prediction`, `score` (0 to 1) and
-        `cut` (tokens of the prompt that were left out).
+        The record has `task`, `labels` (the length band of LongBench-E), `prediction`, `score` (0 to 1), `logprob` (of
+        a token of the right answer, in nats) and `cut` (tokens of the prompt that were left out).
         """
         data = sample.data
         task = TASKS[data["task"]]
@@ -106,10 +108,11 @@ class LongBench(Benchmark):
         counted = first_line(prediction) if task.first_line else prediction
         score = best_score(task.metric, counted, data["answers"], data["classes"])
         about = {"task": task.name, "labels": list(data["labels"]), "cut": data["cut"]}
-        return {**about, "prediction": prediction, "score": score}
+        logprob = force_answer(run.prefill.run(run.spec), data["answer_ids"]).logprob
+        return {**about, "prediction": prediction, "score": score, "logprob": logprob}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Scores in per cent.
+        """Scores in per cent, and `logprob`, the mean over tasks, and `logprob.TASK` in nats.
 
         v1 has `average` over tasks, the groups and `group_average` (see `scores.aggregate`), and `GROUP.TASK`. E has
         also `average.BAND` over tasks, and `GROUP.TASK.BAND`.
@@ -121,11 +124,13 @@ class LongBench(Benchmark):
             of_band = _task_means(record for record in records if label in record["labels"])
             scores[f"average.{label}"] = statistics.fmean(of_band.values())
             scores |= {f"{TASKS[task].group}.{task}.{label}": mean for task, mean in of_band.items()}
-        return scores
+        logprobs = _task_means(records, "logprob", 1)
+        scores["logprob"] = statistics.fmean(logprobs.values())
+        return scores | {f"logprob.{task}": mean for task, mean in logprobs.items()}
 
 
-def _task_means(records: Iterable[Record]) -> dict[str, float]:
+def _task_means(records: Iterable[Record], key: str = "score", scale: float = 100) -> dict[str, float]:
     of_task: dict[str, list[Record]] = {}
     for record in records:
         of_task.setdefault(record["task"], []).append(record)
-    return {task: 100 * statistics.fmean(record["score"] for record in members) for task, members in of_task.items()}
+    return {task: scale * statistics.fmean(record[key] for record in members) for task, members in of_task.items()}

@@ -1,4 +1,4 @@
-"""The commands of `kvcache-compress eval`: one per benchmark, `compare` and `report`."""
+"""The commands of `kvcache-compress eval`: one per benchmark, `compare`, `replay` and `report`."""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import typer
 
 from kvcache_compress.eval.reporting.report import write_report
 from kvcache_compress.eval.runner import comparison as comparisons
+from kvcache_compress.eval.runner import replay as replays
 from kvcache_compress.eval.runner.processes import LaunchedProcesses
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.tasks import BENCHMARKS
@@ -56,6 +57,24 @@ def compare(
         raise typer.Exit(1)
 
 
+def replay(
+    file: Annotated[Path, typer.Argument(help="YAML file of a finished comparison.")],
+    cache: Annotated[list[str] | None, typer.Option(help="Cache to measure again, by default all; repeatable.")] = None,
+    benchmark: Annotated[list[str] | None, typer.Option(help="Benchmark, by default all; repeatable.")] = None,
+    samples: Annotated[int, typer.Option(help="Samples of each benchmark (or of each of its texts).", min=1)] = 1,
+) -> None:
+    """Measure rows of a finished comparison again; fail unless their figures hold to within a tenth."""
+    comparison = comparisons.Comparison.read(file)
+    rows, problems = replays.replay(comparison, samples, cache or (), benchmark or (), ProgressLine())
+    for row in rows:
+        verdict = "holds" if row.holds else "changed"
+        typer.echo(f"{row.model}, {row.benchmark}, {row.cache}: {row.stored:.4g}, now {row.now:.4g}: {verdict}")
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
+    if problems or not rows or not all(row.holds for row in rows):
+        raise typer.Exit(1)
+
+
 def report(file: Annotated[Path, typer.Argument(help="Results of a comparison (.jsonl), finished or not.")]) -> None:
     """Write a comparison's report: one HTML file, and its plots."""
     for path in write_report(file):
@@ -64,5 +83,5 @@ def report(file: Annotated[Path, typer.Argument(help="Results of a comparison (.
 
 for _benchmark in BENCHMARKS:
     _add_command(_benchmark.kind, benchmark_command(_benchmark))
-for _run in (compare, report):
+for _run in (compare, replay, report):
     _add_command(_run.__name__, _run)

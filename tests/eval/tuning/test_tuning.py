@@ -22,7 +22,7 @@ from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_tokens
 from kvcache_compress.eval.tuning.sensitivity import Choices, Sensitivity, measure, with_bits
-from kvcache_compress.eval.tuning.tune import Budget, tune
+from kvcache_compress.eval.tuning.tune import RIVALS, Budget, tune
 
 CONFIG = {
     "keys": {"method": "turboquant", "bits": 2},
@@ -114,9 +114,11 @@ def test_harmless_layers_pay(measured: tuple[Sensitivity, Path]) -> None:
     assert bits[0] == [1, 1]
     assert max(bits[1] + bits[2]) >= 3
     assert 0 <= budget.spare(tuned.config) < 3 * 2
-    assert budget.spare(tuned.uniform) >= 0
-    assert tuned.expected < tuned.expected_uniform
-    assert not tuned.uniform.layers
+    assert len(tuned.rivals) == RIVALS
+    for rival, expected in tuned.rivals:
+        assert budget.spare(rival) >= 0
+        assert tuned.expected < expected
+        assert not rival.layers
 
 
 def invented(losses: dict[tuple[int, Side], float]) -> Sensitivity:
@@ -132,7 +134,7 @@ def test_layers_of_other_kinds_keep_their_places() -> None:
     plans = tuned.config.plan(["sliding_attention", "full_attention"] * 2)
     bits = {layer: plans[layer].keys.options().bits for layer in (1, 3)}  # type: ignore[attr-defined]
     assert bits[3] > bits[1] >= 1
-    assert tuned.expected < tuned.expected_uniform
+    assert tuned.expected < tuned.rivals[0][1]
 
 
 def test_large_and_small_budgets() -> None:

@@ -59,6 +59,7 @@ def test_samples_take_the_limit_of_each_task(model: LlamaForCausalLM, tmp_path: 
     assert samples[0].question.shape == (1, 0)
     assert samples[0].data == {
         "task": "qasper", "answers": ["aXb", "c"], "classes": ["a", "c"], "labels": [], "max_new_tokens": 12, "cut": 0,
+        "answer_ids": Letters()(" aXb")["input_ids"],
     }  # fmt: skip
     asked = LongBench(**given, limit=1, cached_question=True).samples(model, Letters())[1]
     assert asked.question.tolist() == [Letters()("abba")["input_ids"]]
@@ -123,7 +124,7 @@ def test_samsum_ends_with_its_line(model: LlamaForCausalLM, tmp_path: Path) -> N
 
 
 def record(task: str, score: float, *labels: str) -> dict[str, Any]:
-    return {"task": task, "score": score, "labels": list(labels)}
+    return {"task": task, "score": score, "logprob": -score, "labels": list(labels)}
 
 
 def test_summaries_by_hand() -> None:
@@ -137,6 +138,10 @@ def test_summaries_by_hand() -> None:
             "single_document_qa.qasper": 30,
             "single_document_qa.narrativeqa": 0,
             "few_shot.trec": 100,
+            "logprob": -(0.3 + 1 + 0) / 3,
+            "logprob.qasper": -0.3,
+            "logprob.trec": -1,
+            "logprob.narrativeqa": 0,
         }
     )
     records = [record("trec", 1.0, "0-4k"), record("lcc", 0.5, "0-4k"), record("lcc", 0.3, "8k+")]
