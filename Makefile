@@ -32,7 +32,8 @@ check: $(VENV)/.tests build/bench
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/zizmor --offline --quiet .github
-	$(BIN)/python benchmarks/readme.py --check
+	$(BIN)/python benchmarks/pages/readme.py --check
+	$(BIN)/python benchmarks/pages/figures.py --check
 	cd build/bench && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 format: $(VENV)/.tests

@@ -58,6 +58,7 @@ FILES: dict[str, tuple[str, Callable[[str], str] | None]] = {
     **{f"data/essays/{name}.txt": (digest, essay) for name, digest in ESSAY_DIGESTS.items()},
     "data/longbench/multi_news.jsonl": ("948fc40bb6ad2f3b", longbench),
     "data/longbench/multifieldqa_zh.jsonl": ("540b032ff276cd03", longbench),
+    "data/longbench/passage_retrieval_zh.jsonl": ("5451f0987d1cd3a1", longbench),
     "data/gsm8k/train-400.jsonl": ("2be6fd98da24d030", gsm8k),
     "data/ruler/niah_multikey_3-4096.jsonl": ("cf7413c8067a9d3c", None),
 }

@@ -64,7 +64,7 @@ def test_a_host_that_is_down_is_asked_once(hub: FakeHub, tmp_path: Path, monkeyp
 def test_comparisons_name_only_files_that_can_be_brought() -> None:
     made = {f"texts/compare/{kind}.txt" for kind in ("essays", "news", "code", "mathematics", "help")}
     held_out = ("code", "help", "reference", "numpy", "chinese", "licences")
-    made |= {f"texts/held-out/{kind}.txt" for kind in held_out}
+    made |= {f"texts/held-out/{kind}.txt" for kind in held_out} | {"texts/gsm8k.jsonl"}
     for path in sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml")):
         for options in read_yaml(path)["benchmarks"].values():
             named = {*options.get("texts", ()), *([options["data"]] if "data" in options else [])}

@@ -58,6 +58,10 @@ def test_numbers(folder: Path) -> None:
             refused(*calibrate, option, value)
 
 
+ON_FILES = ("compare", "replay", "report")
+"""Commands of `eval` that are about a comparison's file."""
+
+
 def test_files_and_names(folder: Path) -> None:
     paths = [str(path) for path in folder.iterdir() if path.name != "model"]
     for value in (*paths, *NAMES, NOWHERE):
@@ -68,8 +72,8 @@ def test_files_and_names(folder: Path) -> None:
             refused(command, "--model", value)
         if value != str(folder / "text.txt"):
             refused("calibrate", "--text", value, "--output", str(folder / "out"), "--model", NOWHERE)
-        refused("eval", "compare", value)
-        refused("eval", "report", value)
+        for command in ON_FILES:
+            refused("eval", command, value)
     for value in DEVICES[:-1]:
         refused("calibrate", "--text", paths[0], "--output", str(folder / "out"), "--device", value, "--model", NOWHERE)
         assert f"device={value!r}" in refused("bench", "--device", value)
@@ -84,9 +88,7 @@ def test_files_and_names(folder: Path) -> None:
         refused(command, "more")
 
 
-COMMANDS = {
-    name: command for name, command in get_command(evaluations).commands.items() if name not in ("compare", "report")
-}
+COMMANDS = {name: command for name, command in get_command(evaluations).commands.items() if name not in ON_FILES}
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

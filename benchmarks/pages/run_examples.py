@@ -1,7 +1,7 @@
 """Run the commands of `examples/README.md` and its notebook, and write what they print into both.
 
-python benchmarks/run_examples.py
-python benchmarks/run_examples.py chat quickstart
+python benchmarks/pages/run_examples.py
+python benchmarks/pages/run_examples.py chat quickstart
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 
 from kvcache_compress.eval.provenance.results import write_atomically
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "examples" / "README.md"
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 _BLOCK = re.compile(r"```bash\npython (examples/.*?)\n```\n\n```text\n(.*?)```\n", flags=re.DOTALL)

@@ -1,6 +1,6 @@
 """Write the tables and the plot of the README and the pages from the committed results; `--check` only compares.
 
-python benchmarks/readme.py
+python benchmarks/pages/readme.py
 """
 
 import bisect
@@ -8,28 +8,39 @@ import functools
 import json
 import math
 import re
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from losses import (
+    RESULTS,
+    cells_of,
+    figure,
+    generation,
+    keys,
+    lengths,
+    losses,
+    mean_kl,
+    perplexity,
+    table_of,
+    tail_kl,
+    turns,
+    writing,
+)
+
 from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
-from kvcache_compress.config import CompressionConfig, load_config, preset_names
+from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.plots import plot_pareto
 from kvcache_compress.eval.reporting.report import markdown_table
-from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, tables
-from kvcache_compress.eval.runner.table import Cell, read_cells
+from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text
 from kvcache_compress.eval.tuning.tune import Budget
 from kvcache_compress.validation import parse_size, size_text
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[2]
 TUNED = ROOT / "benchmarks" / "comparisons" / "tuned"
 LOSSES = ROOT / "configs" / "measured.json"
-LEADING = "wikitext"
 LADDER = {
     "hqq-4": "to compare: Transformers' `QuantizedCache`",
     "kivi-4bit@sinks=16,recent=64": "to compare: the usual baseline",
@@ -50,42 +61,10 @@ BYTES = (
 """Models, sequences, tokens of each sequence, and budgets on the page about tuning."""
 SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4")
 """Caches whose decode step on a CPU is in the README's sentence."""
-TOKENS_999 = 2000
-"""Fewest tokens from which the KL that one in a thousand exceeds is shown."""
 LLAMA, CONTEXTS = "llama-3.1-8b", ("8K", "32K", "128K")
 SHOWN = {"smollm2-135m": "SmolLM2", LLAMA: "8B"}
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
 """Presets and contexts on the page about presets."""
-
-
-def table_of(name: str) -> Table:
-    return tables(read_cells(RESULTS / f"{name}.jsonl"))[0]
-
-
-def source(name: str) -> str:
-    return f"[{name}.jsonl](../benchmarks/results/{name}.jsonl), which holds the commands"
-
-
-def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
-    return {row.cache: row.cells[benchmark] for row in table.rows if benchmark in row.cells}
-
-
-def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
-    """A figure computed from a cell's scores."""
-    return MISSING if cell is None else "failed" if cell.error is not None else text(cell.scores)
-
-
-def mean_kl(scores: dict[str, float]) -> str:
-    return f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
-
-
-def scored_tokens(cell: Cell) -> int:
-    """Tokens behind a cell of KL."""
-    return int(cell.samples * cell.benchmark["options"]["scored"])
-
-
-def tail_kl(scores: dict[str, float]) -> str:
-    return f"{scores['kl_999']:.3f}"
 
 
 @functools.cache
@@ -183,114 +162,28 @@ def whole_sizes() -> str:
     return markdown_table(["cache", *heads, "8B: below fp8 from", "below hqq-4 from"], lines)
 
 
-def perplexity(table: Table) -> str:
-    """Table of all presets on one text, and the source of the figures."""
-    cells = cells_of(table, LEADING)
-    lines = []
-    for name, cell in cells.items():
-        scores = cell.scores
-        bits = bits_text(cell.packed_bits), bits_text(cell.all_bits)
-        lines.append([name, *bits, mean_kl(scores), f"{scores['top1']:.3f}"])
-    cell = cells["full"]
-    options = cell.benchmark["options"]
-    heads = ["cache", "bits, packed part", "bits, whole cache", "KL", "same top-1"]
-    return (
-        f"{markdown_table(heads, lines)}\n\n{table.model}, {options['texts'][0]}, {cell.samples} windows of "
-        f"{options['prefix']} + {options['scored']} tokens, {options['step']} per pass, {cell.date[:10]}; from "
-        f"{source('smollm2')}."
-    )
-
-
-def keys(table: Table) -> str:
-    """Table of log-probabilities of the right answers, and their mean differences from the full cache's."""
-
-    def answers(cell: Cell, full: Cell) -> str:
-        text = f"{cell.scores['logprob']:.3f}"
-        return text if cell is full else f"{text} ({difference(cell, full, 'logprob', 3)})"
-
-    names = [column.name for column in table.columns]
-    lines = [
-        [
-            row.cache,
-            bits_text(row.packed_bits),
-            *(answers(row.cells[name], table.rows[0].cells[name]) for name in names),
-        ]
-        for row in table.rows
-    ]
-    return f"{markdown_table(['cache', 'bits', *names], lines)}\n\n{table.model}; from {source('tasks')}."
-
-
-def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
-    """Mean difference of a score from another cache's, paired by sample, with its standard error."""
-    before = {record["id"]: record[score] for record in base.records}
-    changes = [record[score] - before[record["id"]] for record in cell.records]
-    error = statistics.stdev(changes) / math.sqrt(len(changes))
-    return f"{statistics.fmean(changes):+.{digits}f} ± {error:.{digits}f}"
-
-
-def lengths(table: Table, file: str, base: str | None = None) -> str:
-    """Table of caches over several texts together, with columns for each length."""
-    names = [column.name for column in table.columns]
-    first, full = cells_of(table, names[0]), table.rows[0].cells
-    long = [name for name in names if scored_tokens(full[name]) >= TOKENS_999]
-    lines = []
-    for row in table.rows[1:]:
-        figures = [figure(row.cells[name], mean_kl) for name in names]
-        figures += [figure(row.cells[name], tail_kl) for name in long]
-        if base:
-            figures.append(difference(first[row.cache], first[base], "kl", 4) if row.cache != base else MISSING)
-        lines.append([row.cache, bits_text(row.packed_bits), *figures])
-    heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in long)]
-    heads += [f"KL minus that of `{base}`, {names[0]}"] if base else []
-    windows = []
-    for name in names:
-        options = full[name].benchmark["options"]
-        windows.append(f"{name} {full[name].samples} windows of {options['prefix']:,} + {options['scored']} tokens")
-    return (
-        f"{markdown_table(['cache', 'bits', *heads], lines)}\n\n{table.model}; {', '.join(windows)}, of "
-        f"{len(options['texts'])} texts alike; from {source(file)}."
-    )
-
-
-def turns(table: Table) -> str:
-    """Table of losses after histories of several parts; the mean is over the cases of the benchmark `turns`."""
-
-    def loss(case: str) -> Callable[[dict[str, float]], str]:
-        return lambda scores: f"{scores[f'kl.{case}']:.4f}"
-
-    full = table.rows[0].cells
-    names = [name for name in ("turns", "steps") if name in full]
-    cases = [(name, case) for name in names for case in full[name].benchmark["options"]["cases"]]
-    lines = [
-        [
-            row.cache,
-            bits_text(row.cells["turns"].all_bits),
-            figure(row.cells["turns"], mean_kl),
-            *(figure(row.cells.get(name), loss(case)) for name, case in cases),
-        ]
-        for row in table.rows[1:]
-    ]
-    heads = ["cache", "bits, whole cache", "KL", *(case for _, case in cases)]
-    return f"{markdown_table(heads, lines)}\n\n{table.model}; from {source('turns')}."
-
-
-def losses(budgets: Table) -> dict[str, dict[str, float]]:
-    """Losses of presets by falling bits, from which `kvcache-compress presets` makes its recommendation."""
-    names = {*BUDGET_NAMES, *preset_names()}
-    rows = sorted((row for row in budgets.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
-    rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
-    scores = {row.cache: row.cells[budgets.columns[0].name].scores for row in rows}
-    return {name: {key: float(f"{of[key]:.4g}") for key in ("kl", "kl_999")} for name, of in scores.items()}
-
-
 def tuned_table() -> str:
-    """Table of losses from the headers of tuned configs: tuned, and the best with equal bits."""
+    """Table of losses from the headers of tuned configs: tuned, and the best config without a file."""
     lines = []
     for path in sorted(TUNED.glob("*.yaml"), key=lambda path: -float(path.stem.rpartition("-")[2])):
-        figures = re.findall(r": ([\d.]+) bits .*?, KL ([\d.]+ ± [\d.]+) \(99.9 %: ([\d.]+)\)", path.read_text("utf-8"))
-        lines.append([path.stem.rpartition("-")[2], *(x for row in figures for x in row)])
-    heads = ["budget", "tuned: bits", "KL", "99.9 %", "equal bits: bits", "KL", "99.9 %"]
-    return markdown_table(heads, lines)
+        header = path.read_text("utf-8")
+        figures = re.findall(r"  (.*): ([\d.]+) bits .*?, KL ([\d.]+ ± [\d.]+) \(99.9 %: ([\d.]+)\)", header)
+        (_, *tuned), *others = figures
+        best = min(others, key=lambda row: float(row[2].split()[0]))
+        share = re.findall(r"KL ([\d.]+) times", header)
+        lines.append([path.stem.rpartition("-")[2], *tuned, *best[1:], *share, best[0]])
+    heads = [
+        "budget",
+        "tuned: bits",
+        "KL",
+        "99.9 %",
+        "best without a file: bits",
+        "KL",
+        "99.9 %",
+        "tuned / best",
+        "the best",
+    ]
+    return markdown_table(heads, lines, (0, -1))
 
 
 def bytes_table() -> str:
@@ -364,9 +257,11 @@ def pages() -> dict[Path, str]:
     texts = {
         "README.md": {"headline": headline(held_out), "ladder": ladder(held_out), "cpu": cpu_sentence(cpu)},
         "docs/results.md": {
-            "held-out": lengths(held_out, "held-out", "best-3bit"),
+            "held-out": lengths(held_out, "held-out", ("1k", "8k"), "best-3bit"),
+            "generation": generation(held_out),
+            "writing": writing(held_out),
             "sizes": whole_sizes(),
-            "lengths": lengths(budgets, "budgets"),
+            "lengths": lengths(budgets, "budgets", ("1k",)),
             "turns": turns(parts),
             "perplexity": perplexity(table),
             "keys": keys(answers),
@@ -385,7 +280,9 @@ def check_or_write(found: dict[Path, str]) -> None:
         for path, page in found.items():
             write_atomically(path, page)
     elif wrong := [str(path.relative_to(ROOT)) for path, page in found.items() if path.read_text("utf-8") != page]:
-        sys.exit(f"not as the results have them; run python benchmarks/{Path(sys.argv[0]).name}: {', '.join(wrong)}")
+        sys.exit(
+            f"not as the results have them; run python benchmarks/pages/{Path(sys.argv[0]).name}: {', '.join(wrong)}"
+        )
 
 
 def main() -> None:

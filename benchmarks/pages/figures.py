@@ -1,8 +1,8 @@
 """Check that each measured figure in the prose of README, guides and methods has its source in `figures.yaml`.
 
-python benchmarks/figures.py    # lists the figures with the commands that measure them; `--check` prints what is wrong
+python benchmarks/pages/figures.py    # lists the figures with the commands that measure them
 
-Figures in tables and sentences between markers come from result files by `readme.py`.
+`--check` prints what is wrong instead. Figures between markers come from result files by `readme.py`.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/results.md", "docs/guides/*.md", "docs/methods/*.md")
 UNITS = "ms|s|min|seconds|minutes|GB|GiB|MiB|KiB|%|times|nats|tokens per second"
 FIGURE = re.compile(rf"(?<![\w.-])(?:\d[\d,.]*\d|\d|\.\d+) (?:{UNITS})\b|(?<![\w.-])0?\.\d{{2,}}(?![\w.])")

@@ -1,6 +1,6 @@
 """Write `docs/reference/support.md` from a run of every family and method; `--check` (in CI) only compares.
 
-python benchmarks/support_table.py
+python benchmarks/pages/support_table.py
 
 Runs the families of `tests/support/models/family_sweep.py`, and the kinds of models of
 `tests/support/models/family_cases.py` with every method. Needs the development requirements.
@@ -28,8 +28,8 @@ KINDS = {
 INTRODUCTION = """# Models and operations
 
 How compressed caches work with every causal and image-text model family of Transformers.
-`benchmarks/support_table.py` shrinks each family to a few small random layers and generates from a left-padded batch of
-text or, where the list says *(image)*, from an image and text.
+`benchmarks/pages/support_table.py` shrinks each family to a few small random layers and generates from a left-padded
+batch of text or, where the list says *(image)*, from an image and text.
 
 - *Packed*: without compression, logits equal those with Transformers' own cache bit for bit; with TurboQuant at 6 bits,
   tokens are packed.
@@ -109,7 +109,7 @@ def method_table() -> str:
 
 
 def render() -> str:
-    source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
+    source = f"Written by `python benchmarks/pages/support_table.py` with Transformers {transformers.__version__}.\n"
     return "\n".join([INTRODUCTION, sweep_lists(), METHODS_TEXT, method_table(), "", source, OPERATIONS])
 
 

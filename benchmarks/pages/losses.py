@@ -1,0 +1,181 @@
+"""Tables of losses from the committed results of comparisons."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvcache_compress.config import BUDGETS as BUDGET_NAMES
+from kvcache_compress.config import preset_names
+from kvcache_compress.eval.reporting.report import markdown_table
+from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, tables
+from kvcache_compress.eval.runner.table import Cell, read_cells
+from kvcache_compress.eval.tasks.perplexity import PART
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+LEADING = "wikitext"
+TOKENS_999 = 2000
+"""Fewest tokens from which the KL that one in a thousand exceeds is shown."""
+
+
+def table_of(name: str) -> Table:
+    return tables(read_cells(RESULTS / f"{name}.jsonl"))[0]
+
+
+def source(name: str) -> str:
+    return f"[{name}.jsonl](../benchmarks/results/{name}.jsonl), which holds the commands"
+
+
+def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
+    """A figure computed from a cell's scores."""
+    return MISSING if cell is None else "failed" if cell.error is not None else text(cell.scores)
+
+
+def mean_kl(scores: dict[str, float]) -> str:
+    return f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
+
+
+def scored_tokens(cell: Cell) -> int:
+    """Tokens behind a cell of KL."""
+    return int(cell.samples * cell.benchmark["options"]["scored"])
+
+
+def tail_kl(scores: dict[str, float]) -> str:
+    return f"{scores['kl_999']:.3f}"
+
+
+def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
+    return {row.cache: row.cells[benchmark] for row in table.rows if benchmark in row.cells}
+
+
+def perplexity(table: Table) -> str:
+    """Table of all presets on one text, and the source of the figures."""
+    cells = cells_of(table, LEADING)
+    lines = []
+    for name, cell in cells.items():
+        scores = cell.scores
+        bits = bits_text(cell.packed_bits), bits_text(cell.all_bits)
+        lines.append([name, *bits, mean_kl(scores), f"{scores['top1']:.3f}"])
+    cell = cells["full"]
+    options = cell.benchmark["options"]
+    heads = ["cache", "bits, packed part", "bits, whole cache", "KL", "same top-1"]
+    return (
+        f"{markdown_table(heads, lines)}\n\n{table.model}, {options['texts'][0]}, {cell.samples} windows of "
+        f"{options['prefix']} + {options['scored']} tokens, {options['step']} per pass, {cell.date[:10]}; from "
+        f"{source('smollm2')}."
+    )
+
+
+def keys(table: Table) -> str:
+    """Table of log-probabilities of the right answers, and their mean differences from the full cache's."""
+
+    def answers(cell: Cell, full: Cell) -> str:
+        text = f"{cell.scores['logprob']:.3f}"
+        return text if cell is full else f"{text} ({difference(cell, full, 'logprob', 3)})"
+
+    names = [column.name for column in table.columns]
+    lines = [
+        [
+            row.cache,
+            bits_text(row.packed_bits),
+            *(answers(row.cells[name], table.rows[0].cells[name]) for name in names),
+        ]
+        for row in table.rows
+    ]
+    return f"{markdown_table(['cache', 'bits', *names], lines)}\n\n{table.model}; from {source('tasks')}."
+
+
+def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
+    """Mean difference of a score from another cache's, paired by sample, with its standard error."""
+    before = {record["id"]: record[score] for record in base.records}
+    changes = [record[score] - before[record["id"]] for record in cell.records]
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    return f"{statistics.fmean(changes):+.{digits}f} ± {error:.{digits}f}"
+
+
+def lengths(table: Table, file: str, names: Sequence[str], base: str | None = None) -> str:
+    """Table of caches over several texts together, with columns for each length."""
+    first, full = cells_of(table, names[0]), table.rows[0].cells
+    long = [name for name in names if scored_tokens(full[name]) >= TOKENS_999]
+    lines = []
+    for row in table.rows[1:]:
+        figures = [figure(row.cells[name], mean_kl) for name in names]
+        figures += [figure(row.cells[name], tail_kl) for name in long]
+        if base:
+            figures.append(difference(first[row.cache], first[base], "kl", 4) if row.cache != base else MISSING)
+        lines.append([row.cache, bits_text(row.packed_bits), *figures])
+    heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in long)]
+    heads += [f"KL minus that of `{base}`, {names[0]}"] if base else []
+    windows = []
+    for name in names:
+        options = full[name].benchmark["options"]
+        windows.append(f"{name} {full[name].samples} windows of {options['prefix']:,} + {options['scored']} tokens")
+    return (
+        f"{markdown_table(['cache', 'bits', *heads], lines)}\n\n{table.model}; {', '.join(windows)}, of "
+        f"{len(options['texts'])} texts alike; from {source(file)}."
+    )
+
+
+def generation(table: Table) -> str:
+    """Table of the mean loss of each 250 tokens of a long continuation."""
+    lines = []
+    for row in table.rows[1:]:
+        parts = zip(*(record["kl_parts"] for record in row.cells["long"].records), strict=True)
+        figures = (f"{statistics.fmean(part):.4f}" for part in parts)
+        lines.append([row.cache, bits_text(row.packed_bits), figure(row.cells["long"], mean_kl), *figures])
+    full = table.rows[0].cells["long"]
+    heads = [f"to {end:,}" for end in range(PART, full.benchmark["options"]["scored"] + 1, PART)]
+    windows = f"{full.samples} windows of {full.benchmark['options']['prefix']} tokens"
+    return f"{markdown_table(['cache', 'bits', 'KL', *heads], lines)}\n\n{windows}; from {source('held-out')}."
+
+
+def writing(table: Table) -> str:
+    """Table of how long caches write the same as the full one."""
+    lines = []
+    for row in table.rows:
+        scores, cell = row.cells["writing"].scores, row.cells["writing"]
+        quartiles = f"{scores['same_25']:.0f} to {scores['same_75']:.0f}"
+        same = f"{scores['same']:.0f}", quartiles, f"{scores['all']:.0%}"
+        lines.append([row.cache, bits_text(row.packed_bits), *same, f"{scores['logprob']:.3f}"])
+    options = cell.benchmark["options"]
+    heads = [
+        "cache",
+        "bits",
+        "same tokens, median",
+        "quartiles",
+        f"all {options['scored']} the same",
+        "log-probability",
+    ]
+    prompts = f"{cell.samples} prompts of {options['prefix']} tokens"
+    return f"{markdown_table(heads, lines)}\n\n{prompts}; from {source('held-out')}."
+
+
+def turns(table: Table) -> str:
+    """Table of losses after histories of several parts; the mean is over the cases of the benchmark `turns`."""
+
+    def loss(case: str) -> Callable[[dict[str, float]], str]:
+        return lambda scores: f"{scores[f'kl.{case}']:.4f}"
+
+    full = table.rows[0].cells
+    names = [name for name in ("turns", "steps") if name in full]
+    cases = [(name, case) for name in names for case in full[name].benchmark["options"]["cases"]]
+    lines = [
+        [
+            row.cache,
+            bits_text(row.cells["turns"].all_bits),
+            figure(row.cells["turns"], mean_kl),
+            *(figure(row.cells.get(name), loss(case)) for name, case in cases),
+        ]
+        for row in table.rows[1:]
+    ]
+    heads = ["cache", "bits, whole cache", "KL", *(case for _, case in cases)]
+    return f"{markdown_table(heads, lines)}\n\n{table.model}; from {source('turns')}."
+
+
+def losses(budgets: Table) -> dict[str, dict[str, float]]:
+    """Losses of presets by falling bits, from which `kvcache-compress presets` makes its recommendation."""
+    names = {*BUDGET_NAMES, *preset_names()}
+    rows = sorted((row for row in budgets.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
+    rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
+    scores = {row.cache: row.cells[budgets.columns[0].name].scores for row in rows}
+    return {name: {key: float(f"{of[key]:.4g}") for key in ("kl", "kl_999")} for name, of in scores.items()}
