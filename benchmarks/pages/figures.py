@@ -1,11 +1,14 @@
-"""Check that each measured figure in the prose of README, guides and methods has its source in `figures.yaml`.
+"""Check that each measured figure in the prose of README, guides and methods has its source in `figures.yaml`, and that
+each row of the results was measured at a commit of this history.
 
 python benchmarks/pages/figures.py    # lists the figures with the commands that measure them
 
 `--check` prints what is wrong instead. Figures between markers come from result files by `readme.py`.
 """
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,10 +45,23 @@ def problems(figures: list[dict[str, str]]) -> list[str]:
     return found + [f"{page}: no such page" for page in known]
 
 
+def lost() -> list[str]:
+    """Rows of results whose commit is not in the history; a shallow clone has none."""
+    git = ["git", "-C", str(ROOT), "rev-list", "HEAD"]
+    history = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    found = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            row = json.loads(line)
+            if "commit" in row and f"\n{row['commit']}" not in f"\n{history}":
+                found.append(f"{path.name}, line {number}: commit {row['commit']} is not in the history")
+    return found
+
+
 def main() -> None:
     figures = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     if "--check" in sys.argv[1:]:
-        sys.exit("\n".join(problems(figures)) or None)
+        sys.exit("\n".join(problems(figures) + lost()) or None)
     for figure in figures:
         print(f"{figure['page']}: {figure['says']}\n    {figure['command']}")
 

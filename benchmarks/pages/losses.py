@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
@@ -14,6 +14,8 @@ from kvcache_compress.eval.tasks.perplexity import PART
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LEADING = "wikitext"
+BASE = "best-3bit"
+"""The cache from which the differences of others are shown."""
 TOKENS_999 = 2000
 """Fewest tokens from which the KL that one in a thousand exceeds is shown."""
 
@@ -51,18 +53,16 @@ def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
 def perplexity(table: Table) -> str:
     """Table of all presets on one text, and the source of the figures."""
     cells = cells_of(table, LEADING)
-    lines = []
-    for name, cell in cells.items():
-        scores = cell.scores
-        bits = bits_text(cell.packed_bits), bits_text(cell.all_bits)
-        lines.append([name, *bits, mean_kl(scores), f"{scores['top1']:.3f}"])
+    lines = [
+        [name, bits_text(cell.packed_bits), mean_kl(cell.scores), f"{cell.scores['top1']:.3f}"]
+        for name, cell in cells.items()
+    ]
     cell = cells["full"]
     options = cell.benchmark["options"]
-    heads = ["cache", "bits, packed part", "bits, whole cache", "KL", "same top-1"]
     return (
-        f"{markdown_table(heads, lines)}\n\n{table.model}, {options['texts'][0]}, {cell.samples} windows of "
-        f"{options['prefix']} + {options['scored']} tokens, {options['step']} per pass, {cell.date[:10]}; from "
-        f"{source('smollm2')}."
+        f"{markdown_table(['cache', 'bits', 'KL', 'same top-1'], lines)}\n\n{table.model}, {options['texts'][0]}, "
+        f"{cell.samples} windows of {options['prefix']} + {options['scored']} tokens, {options['step']} per pass, "
+        f"{cell.date[:10]}; from {source('smollm2')}."
     )
 
 
@@ -93,59 +93,51 @@ def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
     return f"{statistics.fmean(changes):+.{digits}f} ± {error:.{digits}f}"
 
 
-def lengths(table: Table, file: str, names: Sequence[str], base: str | None = None) -> str:
-    """Table of caches over several texts together, with columns for each length."""
-    first, full = cells_of(table, names[0]), table.rows[0].cells
+def held_out(table: Table) -> str:
+    """Table of losses after prompts of two lengths, and the differences from `BASE` on the same windows."""
+    names = "1k", "8k"
+    base, full = cells_of(table, names[0])[BASE], table.rows[0].cells
     long = [name for name in names if scored_tokens(full[name]) >= TOKENS_999]
     lines = []
     for row in table.rows[1:]:
-        figures = [figure(row.cells[name], mean_kl) for name in names]
-        figures += [figure(row.cells[name], tail_kl) for name in long]
-        if base:
-            figures.append(difference(first[row.cache], first[base], "kl", 4) if row.cache != base else MISSING)
+        figures = [figure(row.cells.get(name), mean_kl) for name in names]
+        figures += [figure(row.cells.get(name), tail_kl) for name in long]
+        figures.append(difference(row.cells[names[0]], base, "kl", 4) if row.cache != BASE else MISSING)
         lines.append([row.cache, bits_text(row.packed_bits), *figures])
     heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in long)]
-    heads += [f"KL minus that of `{base}`, {names[0]}"] if base else []
+    heads.append(f"KL minus that of `{BASE}`, {names[0]}")
     windows = []
     for name in names:
         options = full[name].benchmark["options"]
         windows.append(f"{name} {full[name].samples} windows of {options['prefix']:,} + {options['scored']} tokens")
     return (
         f"{markdown_table(['cache', 'bits', *heads], lines)}\n\n{table.model}; {', '.join(windows)}, of "
-        f"{len(options['texts'])} texts alike; from {source(file)}."
+        f"{len(options['texts'])} texts alike; from {source('held-out')}."
     )
 
 
 def generation(table: Table) -> str:
     """Table of the mean loss of each 250 tokens of a long continuation."""
     lines = []
-    for row in table.rows[1:]:
-        parts = zip(*(record["kl_parts"] for record in row.cells["long"].records), strict=True)
-        figures = (f"{statistics.fmean(part):.4f}" for part in parts)
-        lines.append([row.cache, bits_text(row.packed_bits), figure(row.cells["long"], mean_kl), *figures])
-    full = table.rows[0].cells["long"]
-    heads = [f"to {end:,}" for end in range(PART, full.benchmark["options"]["scored"] + 1, PART)]
-    windows = f"{full.samples} windows of {full.benchmark['options']['prefix']} tokens"
-    return f"{markdown_table(['cache', 'bits', 'KL', *heads], lines)}\n\n{windows}; from {source('held-out')}."
+    for name, cell in cells_of(table, "long").items():
+        if not cell.cache["lossless"]:
+            parts = zip(*(record["kl_parts"] for record in cell.records), strict=True)
+            lines.append([name, mean_kl(cell.scores), *(f"{statistics.fmean(part):.4f}" for part in parts)])
+    options = cell.benchmark["options"]
+    heads = [f"to {end:,}" for end in range(PART, options["scored"] + 1, PART)]
+    windows = f"{cell.samples} prompts of {options['prefix']} tokens"
+    return f"{markdown_table(['cache', 'KL', *heads], lines)}\n\n{windows}; from {source('held-out')}."
 
 
 def writing(table: Table) -> str:
     """Table of how long caches write the same as the full one."""
     lines = []
-    for row in table.rows:
-        scores, cell = row.cells["writing"].scores, row.cells["writing"]
+    for name, cell in cells_of(table, "writing").items():
+        scores = cell.scores
         quartiles = f"{scores['same_25']:.0f} to {scores['same_75']:.0f}"
-        same = f"{scores['same']:.0f}", quartiles, f"{scores['all']:.0%}"
-        lines.append([row.cache, bits_text(row.packed_bits), *same, f"{scores['logprob']:.3f}"])
+        lines.append([name, f"{scores['same']:.0f}", quartiles, f"{scores['all']:.0%}", f"{scores['logprob']:.3f}"])
     options = cell.benchmark["options"]
-    heads = [
-        "cache",
-        "bits",
-        "same tokens, median",
-        "quartiles",
-        f"all {options['scored']} the same",
-        "log-probability",
-    ]
+    heads = ["cache", "same tokens, median", "quartiles", f"all {options['scored']} the same", "log-probability"]
     prompts = f"{cell.samples} prompts of {options['prefix']} tokens"
     return f"{markdown_table(heads, lines)}\n\n{prompts}; from {source('held-out')}."
 

@@ -12,21 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from losses import (
-    RESULTS,
-    cells_of,
-    figure,
-    generation,
-    keys,
-    lengths,
-    losses,
-    mean_kl,
-    perplexity,
-    table_of,
-    tail_kl,
-    turns,
-    writing,
-)
+import losses
+from losses import RESULTS, cells_of, figure, mean_kl, table_of, tail_kl
 
 from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
@@ -257,21 +244,20 @@ def pages() -> dict[Path, str]:
     texts = {
         "README.md": {"headline": headline(held_out), "ladder": ladder(held_out), "cpu": cpu_sentence(cpu)},
         "docs/results.md": {
-            "held-out": lengths(held_out, "held-out", ("1k", "8k"), "best-3bit"),
-            "generation": generation(held_out),
-            "writing": writing(held_out),
+            "held-out": losses.held_out(held_out),
+            "generation": losses.generation(held_out),
+            "writing": losses.writing(held_out),
             "sizes": whole_sizes(),
-            "lengths": lengths(budgets, "budgets", ("1k",)),
-            "turns": turns(parts),
-            "perplexity": perplexity(table),
-            "keys": keys(answers),
+            "turns": losses.turns(parts),
+            "perplexity": losses.perplexity(table),
+            "keys": losses.keys(answers),
         },
         "docs/guides/presets.md": {"memory": memory_table()},
         "docs/guides/cpu.md": {"cpu": cpu_table(cpu)},
         "docs/guides/tune.md": {"tuned": tuned_table(), "bytes": bytes_table()},
     }
     found = {ROOT / path: render((ROOT / path).read_text("utf-8"), parts) for path, parts in texts.items()}
-    return found | {LOSSES: json.dumps(losses(budgets), indent=1) + "\n"}
+    return found | {LOSSES: json.dumps(losses.losses(budgets), indent=1) + "\n"}
 
 
 def check_or_write(found: dict[Path, str]) -> None:
