@@ -106,10 +106,10 @@ def tune_config(
     for rival, _ in tuned.rivals:
         sides = {side: getattr(rival, side) for side in SIDES}
         name = ", ".join(f"{side} {chosen.method} {chosen.options().bits:g}" for side, chosen in sides.items())
-        configs[name] = rival
         packed = prefix - rival.sink_tokens - rival.recent_tokens
         if packed >= LEAST_TOKENS and all(chosen.codec().bit_choices for chosen in sides.values()):
-            configs[f"{name}, bits_by_layer: auto"] = rival.model_copy(update={"bits_by_layer": "auto"})
+            name, rival = f"{name}, bits_by_layer auto", rival.model_copy(update={"bits_by_layer": "auto"})
+        configs[name] = rival
     if budget.spare(preset) >= -1e-6 and preset not in configs.values():
         configs[base] = preset
     losses = dict(zip(configs, measure_losses(loaded, checks, list(configs.values()), on_progress), strict=True))
