@@ -120,7 +120,7 @@ def generation(table: Table) -> str:
     """Table of the mean loss of each 250 tokens of a long continuation."""
     lines = []
     for name, cell in cells_of(table, "long").items():
-        if not cell.cache["lossless"]:
+        if not cell.cache["lossless"] and cell.error is None:
             parts = zip(*(record["kl_parts"] for record in cell.records), strict=True)
             lines.append([name, mean_kl(cell.scores), *(f"{statistics.fmean(part):.4f}" for part in parts)])
     options = cell.benchmark["options"]
@@ -133,6 +133,8 @@ def writing(table: Table) -> str:
     """Table of how long caches write the same as the full one."""
     lines = []
     for name, cell in cells_of(table, "writing").items():
+        if cell.error is not None:
+            continue
         scores = cell.scores
         quartiles = f"{scores['same_25']:.0f} to {scores['same_75']:.0f}"
         lines.append([name, f"{scores['same']:.0f}", quartiles, f"{scores['all']:.0%}", f"{scores['logprob']:.3f}"])

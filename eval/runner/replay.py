@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .comparison import Comparison, compare
 from .processes import OneProcess
 from .progress import Progress
-from .table import ResultTable
+from .table import read_cells
 
 TOLERANCE = 0.1
 """Relative difference up to which a figure holds: another seed changes the loss of a window by about a tenth."""
@@ -40,13 +40,14 @@ def replay(
     Raises:
         ValueError: The comparison has no such cache or benchmark, or its file of results is missing or wrong.
     """
+    stored_cells = {cell.key: cell for cell in read_cells(comparison.output)}
     chosen = [entry for entry in comparison.caches if not caches or entry.name in caches]
     wanted = benchmarks or comparison.benchmarks
     kinds = {name: {**of, "limit": samples} for name, of in comparison.benchmarks.items() if name in wanted}
     for what, given, known in (("cache", caches, {entry.name for entry in chosen}), ("benchmark", benchmarks, kinds)):
         if missing := sorted({*given} - {*known}):
-            raise ValueError(f"{what}={missing[0]!r}: the comparison has no such {what}")
-    table, found = ResultTable(comparison.output), []
+            raise ValueError(f"{what}={missing[0]!r}: must be one of the comparison's: {', '.join(known) or 'none'}")
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         change = {"caches": tuple(chosen), "benchmarks": kinds, "output": Path(folder) / "replayed.jsonl"}
         limited = comparison.model_copy(update=change)
@@ -54,7 +55,7 @@ def replay(
     suite = limited.suite()
     for cell in cells:
         model, benchmark, cache = cell.key
-        stored = table.cell(cell)
+        stored = stored_cells.get(cell.key)
         records = {record["id"]: record for record in stored.records} if stored else {}
         same = [records.get(record["id"], {}) for record in cell.records]
         if cell.error is not None:

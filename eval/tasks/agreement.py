@@ -35,6 +35,7 @@ class Agreement(Perplexity):
 
     prefix: int = Field(default=900, ge=1, description="Tokens to prefill.")
     scored: int = Field(default=64, ge=1, description="Tokens to generate.")
+    step: int = Field(default=1, ge=1, description="Tokens per pass of the full cache that reads them.")
     windows: int = Field(default=4, ge=1, description="Prompts per text.")
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:

@@ -28,7 +28,7 @@ from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
 PART, LARGEST = 250, 32
-"""Tokens of a part of a continuation whose mean KL is kept, and the number of its tokens of largest KL that are."""
+"""What a record keeps of a window's KLs: the means of parts of so many tokens, and so many of the largest."""
 DEFAULT_TEXT = Path(__file__).with_name("data") / "default_text.txt"
 
 
@@ -94,7 +94,7 @@ def score_window(run: CacheRun, continuation: torch.Tensor, step: int = STEP_TOK
 def window_scores(records: Sequence[Record]) -> dict[str, float]:
     """The scores of `Perplexity` from the records of some windows."""
     mean = {name: statistics.fmean(record[name] for record in records) for name in ("nll", "kl", "top1")}
-    # Other tokens count as 0, which is exact if one token in a thousand is among the largest of its window.
+    # Tokens that are not kept count as 0: they are far below the quantile, unless most of it lies in one window.
     tokens = torch.zeros(sum(record["scored"] for record in records), dtype=torch.float64)
     largest = torch.tensor([kl for record in records for kl in record["kl_largest"]], dtype=torch.float64)
     tokens[: len(largest)] = largest

@@ -26,8 +26,10 @@ from .tune import Budget, tune
 
 LEVELS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 """Bits that a side of a layer may have, if its method has them."""
-CHECKS, SCORED, CHECKED = 3, 256, 2048
-"""Windows of each text on which a config is validated, at least, tokens scored in each, and tokens in all."""
+CHECKS, CHECKED = 3, 2048
+"""A config is validated on this many windows of each text, and on this many tokens in all, if the texts are long."""
+SCORED = 256
+"""Tokens scored in each of these windows."""
 
 
 class TuningResult(NamedTuple):
@@ -110,7 +112,7 @@ def tune_config(
         if packed >= LEAST_TOKENS and all(chosen.codec().bit_choices for chosen in sides.values()):
             name, rival = f"{name}, bits_by_layer auto", rival.model_copy(update={"bits_by_layer": "auto"})
         configs[name] = rival
-    if budget.spare(preset) >= -1e-6 and preset not in configs.values():
+    if not preset.layers and budget.spare(preset) >= -1e-6 and preset not in configs.values():
         configs[base] = preset
     losses = dict(zip(configs, measure_losses(loaded, checks, list(configs.values()), on_progress), strict=True))
     best = min(list(losses)[1:], key=lambda name: losses[name]["kl"])

@@ -61,7 +61,7 @@ class Budget:
 
 
 class Tuned(NamedTuple):
-    """The best config by layer and side with its estimated KL, and the same of the best with equal layers."""
+    """The best config by layer and side, its expected KL, and the best configs with equal layers with theirs."""
 
     config: CompressionConfig
     expected: float

@@ -88,7 +88,7 @@ class CompressedCache(Cache, ModelListener):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
             layers[index] = kind(
                 index, plan, self.compression, self.decoder_config, layer_rope, track, padding,
-                budget if budget is not None and index in budget.planned else None,
+                budget if budget is not None and index in budget.layers else None,
             )  # fmt: skip
         super().__init__(layers=layers)
         self.rope_tracks = list(tracks.values())
@@ -340,17 +340,20 @@ def _rows_held(layer: Any) -> int | None:
 def _budget(
     plans: Mapping[int, LayerPlan], config: PreTrainedConfig, compression: CompressionConfig
 ) -> BitBudget | None:
-    """Budget of the layers whose bits can change on both sides, as large as their plans say; None for fixed bits."""
+    """Budget of the layers that have the config's own keys and values, if their bits can change; None for fixed bits.
+
+    A layer that a rule gives another method or other bits keeps these.
+    """
     if compression.bits_by_layer is None or compression.max_cache_len is not None:
         return None
-    dim = head_dim_of(config)
-    able = {i: plan for i, plan in plans.items() if all(plan.side(side).codec().bit_choices for side in SIDES)}
-    if not able:
+    own = {i: plan for i, plan in plans.items() if all(plan.side(side) == getattr(compression, side) for side in SIDES)}
+    if not own or not all(getattr(compression, side).codec().bit_choices for side in SIDES):
         raise ValueError(
             f"bits_by_layer={compression.bits_by_layer!r} has no effect: no layer has a method for keys and one for "
             "values whose bits can change (spectral, turboquant); drop it"
         )
-    return BitBudget({i: sum(bytes_per_token(plan.layout(side, dim)) for side in SIDES) for i, plan in able.items()})
+    plan, dim = next(iter(own.values())), head_dim_of(config)
+    return BitBudget(own, sum(bytes_per_token(plan.layout(side, dim)) for side in SIDES))
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:

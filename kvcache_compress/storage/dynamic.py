@@ -225,11 +225,10 @@ class DynamicStorage:
             values = torch.cat([v_side.sinks, v_side.tail.view()], 2)[: len(prompt.keys)]
             with on_device(values), torch.no_grad():
                 losses = output_losses(codecs, prompt, values)
-        if losses is None:
-            self.budget.spend(self.checks.layer, codecs)
-        else:
+        if losses is not None:
             codecs = self.budget.choose(self.checks.layer, codecs, losses, k_side.tail.tokens - self.windows.recent)
         self.use(codecs)
+        self.budget.spend(self.checks.layer, codecs)
 
     def use(self, codecs: Mapping[Side, Codec]) -> None:
         """Use codecs with the bits that the budget has chosen, before anything is packed."""

@@ -156,7 +156,9 @@ def test_another_batch_after_a_crop_to_nothing(model: Any) -> None:
     ids = torch.randint(0, 64, (3, 200), generator=torch.Generator().manual_seed(0))
     model(ids, **with_cache(cache))
     assert cache.packed_tokens == 160
-    assert bits(cache) != EQUAL
+    fresh = cache_of(model, "spectral")
+    model(ids, **with_cache(fresh))
+    assert bits(cache) == bits(fresh) != EQUAL
 
 
 @each
@@ -172,7 +174,7 @@ def test_without_queries(model: Any, method: str) -> None:
 
 
 def test_each_layer_is_packed_before_the_next(model: Any) -> None:
-    """Nothing stays dense until other layers are measured, nor if the forward pass fails there."""
+    """Nothing stays dense until other layers are measured."""
     cache, other = cache_of(model, "spectral"), cache_of(model, "spectral", offloading=True)
     packed = []
 
@@ -185,6 +187,48 @@ def test_each_layer_is_packed_before_the_next(model: Any) -> None:
     feed(model, other, 200)
     assert packed == [[160, 0]]
     assert bits(cache) == bits(other) != EQUAL
+
+
+@pytest.mark.parametrize("way", ["step", "crop", "save"])
+def test_a_forward_that_fails(model: Any, way: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Layers before the one that failed have chosen, and go on."""
+    cache = cache_of(model, "spectral")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[-1], "forward", fail)
+        with pytest.raises(RuntimeError, match="memory"):
+            feed(model, cache, 200)
+    first = cache.layers[0]
+    assert first.packed_tokens == 160
+    if way == "save":
+        cache.save(tmp_path / "cache")
+        loaded = CompressedCache.load(tmp_path / "cache", model.config)
+        assert [layer.packed_tokens for layer in loaded.layers] == [160] * (LAYERS - 1) + [0]
+    elif way == "crop":
+        for layer in cache.layers:
+            layer.crop(-int(layer.get_seq_length()))
+        feed(model, cache, 200)
+        assert cache.packed_tokens == 160
+    else:
+        for layer in cache.layers[:-1]:
+            layer.update(*(torch.randn(2, 2, 1, 32) for _ in range(2)))
+        assert first.get_seq_length() == 201
+
+
+def test_layers_with_bits_of_their_own_keep_them(model: Any) -> None:
+    """Whatever comes first, the others share what the config gives them."""
+    rule = {"keys": {**METHODS["spectral"], "bits": 1}, "values": {"method": "turboquant", "bits": 6}}
+    for layer in (0, LAYERS - 1):
+        cache = cache_of(model, "spectral", layers=[rule | {"match": [layer]}])
+        equal = cache_of(model, "spectral", layers=[rule | {"match": [layer]}], bits_by_layer=None)
+        for one in (cache, equal):
+            feed(model, one, 200)
+        assert bits(cache)[layer] == [1, 6]
+        found, wanted = (one.memory_report().packed_bits_per_number for one in (cache, equal))
+        assert wanted - 0.5 / LAYERS < found <= wanted
 
 
 def test_static_caches_keep_their_bits(model: Any) -> None:

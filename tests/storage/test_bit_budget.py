@@ -34,12 +34,13 @@ class Layers:
     """Layers that give their losses to a budget, and the bits that they get."""
 
     def __init__(self) -> None:
-        self.budget = BitBudget(dict.fromkeys(range(LAYERS), PLANNED))
+        self.budget = BitBudget(range(LAYERS), PLANNED)
         self.bits: dict[int, list[float]] = {}
 
     def choose(self, layer: int, keys: float, values: float, tokens: int = 1000) -> None:
         codecs: dict[Side, Codec] = {side: codec(side, layer) for side in SIDES}
         chosen = self.budget.choose(layer, codecs, {"keys": keys, "values": values}, tokens)
+        self.budget.spend(layer, chosen)
         self.bits[layer] = [chosen[side].options.bits for side in SIDES]
 
 
@@ -87,10 +88,10 @@ def test_bits_below_all_choices_can_be_kept() -> None:
     keys = SideConfig.of({"method": "spectral", "bits": 0.5})
     context = CodecContext("keys", DIM, 2, 0, 0, 0, torch.float32, torch.device("cpu"))
     codecs: dict[Side, Codec] = {"keys": keys.codec()(keys.options(), context), "values": codec("values", bits=1)}
-    budget = BitBudget({0: size(*codecs.values()), 1: size(*codecs.values())})
+    budget = BitBudget(range(2), size(*codecs.values()))
     for layer in range(2):
-        budget.choose(layer, codecs, {"keys": 1e-3, "values": 1e-3}, 1000)
-    assert sum(budget.spent.values()) <= sum(budget.planned.values())
+        budget.spend(layer, budget.choose(layer, codecs, {"keys": 1e-3, "values": 1e-3}, 1000))
+    assert sum(budget.spent.values()) <= 2 * budget.planned
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e4])
@@ -111,16 +112,16 @@ def test_few_tokens_keep_the_bits_nearly_equal() -> None:
     assert spread == [0, 2, 3]  # 64 times the loss is three bits
 
 
-def test_forgotten_layers_have_spent_nothing() -> None:
-    layers = Layers()
+def test_another_prompt_begins_anew() -> None:
+    """The first layer that is empty again ends the last prompt's choices; the layers after it end nothing."""
+    layers, once = Layers(), Layers()
+    for prompt in range(2):
+        for layer in range(LAYERS):
+            layers.budget.forget(layer)
+            layers.choose(layer, 1e-3 * 16 ** ((layer + prompt) % 2), 1e-3)
     for layer in range(LAYERS):
-        layers.choose(layer, 1e-3 * (layer + 1), 1e-3)
-    before = dict(layers.bits)
-    for layer in range(LAYERS):
-        layers.budget.forget(layer)
-    for layer in range(LAYERS):
-        layers.choose(layer, 1e-3 * (layer + 1), 1e-3)
-    assert layers.bits == before
+        once.choose(layer, 1e-3 * 16 ** ((layer + 1) % 2), 1e-3)
+    assert layers.bits == once.bits
 
 
 def test_losses_are_those_of_the_output() -> None:

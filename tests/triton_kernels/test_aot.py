@@ -51,7 +51,7 @@ def test_kernels_do_not_spill() -> None:
 
 
 @pytest.mark.slow
-def test_every_method_compiles_on_the_oldest_triton(oldest_triton: str) -> None:
+def test_methods_compile_on_the_oldest_triton(oldest_triton: str) -> None:
     found, output = compiled((ON_THE_OLDEST, ["sm_90"]), triton=oldest_triton)
     missing = {name for name in ON_THE_OLDEST if ("sm_90", f"{name}: attend_kernel") not in found}
     assert not missing, output

@@ -78,7 +78,8 @@ class LongBench(Benchmark):
         prompt, question, cut = encode_prompt(
             tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question
         )
-        answer = with_space("\n" if chat else after, row.answers[0])
+        spaced = not chat and row.task.language != "zh"
+        answer = with_space(after, row.answers[0]) if spaced else row.answers[0]
         data = {
             "task": row.task.name,
             "answers": list(row.answers),
@@ -91,7 +92,7 @@ class LongBench(Benchmark):
         return make_sample(f"{row.task.name}/{row.number}", prompt, question, data, cached_question=True)
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
-        """Generate greedily, and keep the best score over all right answers; another cache reads the first of these.
+        """Generate greedily, and keep the best score over all right answers. Another cache is fed the first of them.
 
         The record has `task`, `labels` (the length band of LongBench-E), `prediction`, `score` (0 to 1), `logprob` (of
         a token of the right answer, in nats) and `cut` (tokens of the prompt that were left out).

@@ -5,8 +5,8 @@ summed over heads and over some queries of the first prompt. A bit more divides 
 soon as it is measured, so that nothing stays dense for others, and expects those that follow to be like those before.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,85 +24,70 @@ BITS_APART = 2
 """Largest difference between chosen bits and those of the config."""
 
 
-class Measured(NamedTuple):
-    """A measured layer.
-
-    Attributes:
-        pairs: bits of keys and values among which it chooses.
-        costs: bytes per token of each pair.
-        factors: what the losses of keys and of values are multiplied by with each pair, `[2, pairs]`.
-        losses: losses of keys and of values with the config's bits.
-        sure: 0 to 1, how far the losses are to be trusted.
-    """
-
-    pairs: list[tuple[float, float]]
-    costs: np.ndarray
-    factors: np.ndarray
-    losses: np.ndarray
-    sure: float
-
-
 class BitBudget:
-    """Bytes per token that the layers of a cache may spend together, as many as with the config's bits.
+    """Bytes per token that some layers of a cache may spend together, as many as with the config's bits.
 
     Args:
-        planned: bytes per token and head of each layer with the config's bits.
+        layers: numbers of the layers.
+        planned: bytes per token and head that each has with the config's bits.
     """
 
-    def __init__(self, planned: Mapping[int, float]) -> None:
-        self.planned = dict(planned)
+    def __init__(self, layers: Collection[int], planned: float) -> None:
+        self.layers, self.planned = frozenset(layers), planned
         self.spent: dict[int, float] = {}
         """Bytes per token of the layers that have chosen."""
-        self._measured: dict[int, Measured] = {}
+        self._losses: dict[int, tuple[np.ndarray, float]] = {}
+        """Losses of keys and of values with the config's bits, and how far they are to be trusted, from 0 to 1."""
 
     def forget(self, layer: int) -> None:
-        """Forget a layer's measurement and choice, since it is empty again."""
-        self.spent.pop(layer, None)
-        self._measured.pop(layer, None)
+        """Forget all choices if this layer has chosen: it is empty again, so another prompt begins."""
+        if layer in self.spent:
+            self.spent.clear()
+            self._losses.clear()
 
     def spend(self, layer: int, codecs: Mapping[Side, Codec]) -> None:
-        """Count the bytes of a layer that keeps its codecs."""
+        """Count the bytes of a layer that uses these codecs."""
         self.spent[layer] = sum(bytes_per_token(codec.fields) for codec in codecs.values())
 
     def choose(
         self, layer: int, codecs: Mapping[Side, Codec], losses: Mapping[Side, float], tokens: int
     ) -> dict[Side, Codec]:
-        """Codecs with the bits for a layer whose sides lose this much with `codecs`, as measured on `tokens` tokens."""
+        """Choose a layer's bits and return its codecs with them; `spend` counts them when they are used.
+
+        Args:
+            layer: the layer.
+            codecs: its codecs with the config's bits.
+            losses: what its sides lose with them.
+            tokens: number of tokens that were measured.
+        """
         keys, values = (_choices(codecs[side]) for side in SIDES)
         pairs = [(key, value) for key in keys for value in values]
         costs = np.array([keys[key][0] + values[value][0] for key, value in pairs])
         factors = np.array([[keys[key][1] for key, _ in pairs], [values[value][1] for _, value in pairs]])
         own = np.maximum([losses[side] for side in SIDES], 1e-30)
-        found = self._measured[layer] = Measured(pairs, costs, factors, own, tokens / (tokens + HALF_SURE))
-        others = self.planned.keys() - self.spent.keys() - {layer}
-        left = sum(self.planned.values()) - sum(self.spent.values())
-        mean = np.exp(np.mean([np.log(one.losses) for one in self._measured.values()]))
-        price = self._price(layer, left, len(others), mean) if others else 0.0
-        fitting = np.where(costs <= left - len(others) * costs.min(), _losses(found, mean) + price * costs, np.inf)
-        chosen = zip(SIDES, pairs[int(fitting.argmin())], strict=True)
-        found_codecs = {side: codecs[side].with_bits(bits) for side, bits in chosen}
-        self.spend(layer, found_codecs)
-        return found_codecs
-
-    def _price(self, layer: int, left: float, others: int, mean: float) -> float:
-        """Loss per byte at which `layer` and `others` layers like the measured ones would spend `left` bytes."""
-        losses = {index: _losses(one, mean) for index, one in self._measured.items()}
-        high = float(max(of.max() for of in losses.values()))
-        low = 1e-9 * high
-        for _ in range(16):
-            price = (low * high) ** 0.5
-            spent = {
-                index: one.costs[(losses[index] + price * one.costs).argmin()] for index, one in self._measured.items()
-            }
-            fits = spent[layer] + others * np.mean([*spent.values()]) <= left
-            low, high = (low, price) if fits else (price, high)
-        return high
+        self._losses.pop(layer, None)  # it comes last
+        self._losses[layer] = own, tokens / (tokens + HALF_SURE)
+        measured, sure = (np.array(x) for x in zip(*self._losses.values(), strict=True))
+        mean = np.exp(np.log(measured).mean())
+        # The fewer tokens were measured, the nearer to the mean of all layers and sides. [layers, pairs]
+        expected = mean * (measured / mean) ** sure[:, None] @ factors
+        others = len(self.layers - self.spent.keys() - {layer})
+        left = self.planned * len(self.layers) - sum(self.spent.values())
+        price = _price(expected, costs, others, left) if others else 0.0
+        fitting = np.where(costs <= left - others * costs.min(), expected[-1] + price * costs, np.inf)
+        chosen = pairs[int(fitting.argmin())]
+        return {side: codecs[side].with_bits(bits) for side, bits in zip(SIDES, chosen, strict=True)}
 
 
-def _losses(layer: Measured, mean: float) -> np.ndarray:
-    """Loss of each pair; the fewer tokens were measured, the nearer to `mean`, that of all layers and sides."""
-    pulled: np.ndarray = mean * (layer.losses / mean) ** layer.sure
-    return pulled @ layer.factors
+def _price(losses: np.ndarray, costs: np.ndarray, others: int, left: float) -> float:
+    """Loss per byte at which the last layer, and `others` like all measured ones, would spend `left` bytes."""
+    high = float(losses.max())
+    low = 1e-9 * high
+    for _ in range(16):
+        price = (low * high) ** 0.5
+        spent = costs[(losses + price * costs).argmin(1)]
+        low, high = (low, price) if spent[-1] + others * spent.mean() <= left else (price, high)
+    return high
 
 
 def _choices(codec: Any) -> dict[float, tuple[float, float]]:

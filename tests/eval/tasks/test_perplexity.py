@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, read_cells
+from kvcache_compress.eval.tasks import perplexity
 from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_tokens, cut_windows
 
@@ -45,6 +47,22 @@ def test_scores_in_blocks_are_those_of_all_rows_at_once() -> None:
     log_q, log_p = logits[1:].log_softmax(-1), reference[1:].log_softmax(-1)
     expected = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
     assert kl.mean().item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_records_keep_parts_and_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means of 250 tokens, and the 99.9 % quantile over all windows, as from the KL of every token."""
+    generator = torch.Generator().manual_seed(0)
+    kls = torch.randn(3, 1100, generator=generator, dtype=torch.float64).exp().unbind()
+    every = iter(kls)
+    monkeypatch.setattr(
+        perplexity, "compare_tokens", lambda *_: (torch.ones(1100), next(every), torch.ones(1100, dtype=torch.bool))
+    )
+    run: Any = SimpleNamespace(prefill=SimpleNamespace(full_logits=lambda *_: None), forced=lambda *_: None)
+    records = [perplexity.score_window(run, torch.zeros(1100)) for _ in kls]
+    assert records[1]["kl_parts"] == pytest.approx([part.mean().item() for part in kls[1].split(250)], rel=1e-3)
+    scores = perplexity.window_scores(records)
+    assert scores["kl_999"] == pytest.approx(torch.cat(kls).quantile(0.999).item(), rel=1e-3)
+    assert scores["kl"] == pytest.approx(torch.cat(kls).mean().item())
 
 
 def test_windows_are_spread_from_first_to_last_token() -> None:

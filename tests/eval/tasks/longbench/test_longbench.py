@@ -101,6 +101,9 @@ def test_cells(model: LlamaForCausalLM, tmp_path: Path) -> None:
         metric = {"trec": "classification", "qasper": "qa_f1"}[record["task"]]
         assert record["score"] == best_score(metric, counted, ["aXb", "c"], ["a", "c"])
         assert (record["labels"], record["cut"]) == (["0-4k"], 0)
+        answer = torch.tensor([sample.data["answer_ids"]])
+        log_p = model(torch.cat([sample.prompt, answer], 1)).logits[0, -answer.shape[1] - 1 : -1].log_softmax(-1)
+        assert record["logprob"] == pytest.approx(log_p.gather(-1, answer.T).mean().item(), abs=1e-4)
     assert full.scores == benchmark.summarize(full.records)
     assert full.score == full.scores["average"]
 
