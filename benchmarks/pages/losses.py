@@ -1,5 +1,6 @@
 """Tables of losses from the committed results of comparisons."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable
@@ -142,6 +143,18 @@ def writing(table: Table) -> str:
     heads = ["cache", "same tokens, median", "quartiles", f"all {options['scored']} the same", "log-probability"]
     prompts = f"{cell.samples} prompts of {options['prefix']} tokens"
     return f"{markdown_table(heads, lines)}\n\n{prompts}; from {source('held-out')}."
+
+
+def peers() -> str:
+    """Table of public packages; those without a figure are in the results with the reason."""
+    rows = [json.loads(line) for line in (RESULTS / "peers.jsonl").read_text("utf-8").splitlines()]
+    lines = []
+    for row in sorted((row for row in rows if "error" not in row), key=lambda row: float(row["kl"])):
+        setting = ", ".join(f"{name} {value}" for name, value in row["setting"].items())
+        name = row["setting"]["name"] if row["package"] == "ours" else f"{row['package']} {row['version']}, {setting}"
+        held = f"{row['bits']:.1f} / {row['bits_after']:.1f}"
+        lines.append([name, mean_kl(row), held, row["attends"], f"{row['step_ratio']:.1f}"])
+    return markdown_table(["cache", "KL", "bits held", "a step attends over", "step / full"], lines, (0, 3))
 
 
 def turns(table: Table) -> str:

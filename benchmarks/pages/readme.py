@@ -248,6 +248,7 @@ def pages() -> dict[Path, str]:
             "generation": losses.generation(held_out),
             "writing": losses.writing(held_out),
             "sizes": whole_sizes(),
+            "peers": losses.peers(),
             "turns": losses.turns(parts),
             "perplexity": losses.perplexity(table),
             "keys": losses.keys(answers),

