@@ -1,5 +1,6 @@
-"""A comparison from its YAML file: in one process, interrupted, in two processes, and with many errors."""
+"""A comparison from its YAML file: in one process, interrupted, in two processes, with many errors, and replayed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -137,3 +138,55 @@ def test_a_wrong_file_is_refused_before_anything_runs(
     assert ran.stderr.startswith(f"error: {path}: ")
     assert ran.stderr.count("\n") == 1
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> tuple[str, Path]:
+    """A finished comparison with two benchmarks: its YAML file and its results."""
+    given = settings(folder)
+    words = given["benchmarks"]["words"]
+    given |= {"benchmarks": {"words": words, "more": words}, "output": str(folder / "finished.jsonl")}
+    path = write(folder / "finished.yaml", given)
+    ran = CliRunner().invoke(app, ["compare", path])
+    assert ran.exit_code == 0, ran.output
+    return path, folder / "finished.jsonl"
+
+
+def replay(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["replay", *arguments])
+
+
+def test_figures_hold(finished: tuple[str, Path]) -> None:
+    before = finished[1].read_bytes()
+    ran = replay(finished[0], "--samples", "2")
+    assert ran.exit_code == 0, ran.output
+    lines = [line for line in ran.output.splitlines() if "now" in line]
+    assert len(lines) == 4
+    assert all(line.endswith(": holds") for line in lines)
+    assert finished[1].read_bytes() == before
+
+
+def test_another_figure_is_found(finished: tuple[str, Path], tmp_path: Path) -> None:
+    content = yaml.safe_load(Path(finished[0]).read_text())
+    rows = [json.loads(line) for line in finished[1].read_text().splitlines()]
+    for row in rows:
+        if row["cache"]["name"] == "mine":
+            row["records"][0]["kl"] *= 1.2
+    (tmp_path / "out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content | {"output": str(tmp_path / "out.jsonl")}))
+    ran = replay(str(tmp_path / "c.yaml"), "--cache", "mine", "--benchmark", "more")
+    assert ran.exit_code == 1
+    [line] = [line for line in ran.output.splitlines() if "now" in line]
+    assert "more, mine" in line
+    assert line.endswith(": changed")
+    assert replay(str(tmp_path / "c.yaml"), "--cache", "fp8").exit_code == 0
+
+
+def test_rows_that_are_not_there(finished: tuple[str, Path], tmp_path: Path) -> None:
+    content = yaml.safe_load(Path(finished[0]).read_text())
+    content["caches"].append("turboquant-4bit@sinks=0,recent=8")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content))
+    ran = replay(str(tmp_path / "c.yaml"))
+    assert ran.exit_code == 1
+    assert "error: words, turboquant-4bit@sinks=0,recent=8" in ran.output
+    assert "cache='hqq-9'" in str(replay(finished[0], "--cache", "hqq-9").output)
