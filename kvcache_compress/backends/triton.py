@@ -124,15 +124,8 @@ class TritonBackend(TorchBackend):
         counter: torch.Tensor | None,
     ) -> None:
         """Run a static step in one kernel; PyTorch encodes the sides whose codec has no kernel encoder."""
-        windows, states = buffers.windows, list(sides.values())
         with on_device(buffers.counts):
-            self._kernels.slots.write_slots(
-                list(fresh.values()), list(buffers.sinks.values()), list(buffers.tail.values()),
-                [state.codec.kernel_encoder for state in states], [state.store.buffers for state in states],
-                buffers.counts, counter,
-                recent=windows.recent, flush=windows.flush, capacity=buffers.capacity,
-                packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
-            )  # fmt: skip
+            self._kernels.slots.write_slots(buffers, sides, fresh, counter)
             left = {side: state for side, state in sides.items() if state.codec.kernel_encoder is None}
             buffers.encode(left, fresh["keys"].shape[2])
 
