@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.device import on_device
@@ -55,31 +56,20 @@ class AttentionPath(ABC):
 
 
 class Owner(Protocol):
-    """The part of a layer that views and compiled steps use; `number` is from `compile_ops.register`."""
+    """The part of a layer that views and compiled steps use, described in `CompressedLayer`."""
 
     decoder_config: Any
     number: int
     track: RopeTrack | None
 
     @property
-    def fused(self) -> bool:
-        """True if steps attend to views."""
-
+    def fused(self) -> bool: ...
     @property
-    def awaits_queries(self) -> bool:
-        """True if packing must wait until `close` brings the step's queries."""
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]:
-        """Store new keys and values `[B, H, n, D]` and return the views that this step attends to."""
-
-    def views(self) -> tuple[View, View]:
-        """Views of all keys and values, as the latest step attends to them."""
-
-    def close(self, call: AttentionCall | None) -> None:
-        """End a step: pack the tokens that had to wait for its queries."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will attend to."""
+    def awaits_queries(self) -> bool: ...
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]: ...
+    def views(self) -> tuple[View, View]: ...
+    def close(self, call: AttentionCall | None) -> None: ...
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]: ...
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
@@ -299,12 +289,8 @@ class View:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def plain(value: Any) -> Any:
-            if isinstance(value, View):
-                return value._decoded()
-            return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-        return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
+        args, kwargs = tree_map_only(View, View._decoded, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __len__(self) -> int:
         return self.shape[0]
