@@ -132,11 +132,7 @@ class Plan:
     """The launches of one call and their scratch memory, for all calls like it."""
 
     def __init__(
-        self,
-        calls: Sequence[KernelCall],
-        inputs: dict[str, Any],
-        scratch: dict[str, torch.Tensor],
-        repeat: bool,
+        self, calls: Sequence[KernelCall], inputs: dict[str, Any], scratch: dict[str, torch.Tensor], repeat: bool
     ) -> None:
         """Plan the kernels `calls`; among their arguments are `inputs`, and `scratch` that one fills for another.
 

@@ -71,11 +71,7 @@ def flush_kernel(
 
 
 def encode(
-    encoder: KernelEncoder,
-    x: torch.Tensor,
-    fields: tuple[torch.Tensor, ...],
-    at: int,
-    rope: torch.Tensor | None = None,
+    encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int, rope: torch.Tensor | None = None
 ) -> None:
     """Encode `x` `[B, H, T, D]`, T a multiple of the group, as tokens `[at, at + T)` of a side's `fields`.
 
