@@ -213,10 +213,6 @@ class RopeTrack:
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the buffer of every device by `change(buffer)` when the batch changes."""
         for track in self._copies():
-            track._apply(change)
-
-    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if not self.tokens:
-            return
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_static):
-            self.buffer = change(self.buffer).contiguous()
+            if track.tokens:
+                with torch.inference_mode(torch.is_inference_mode_enabled() and not track.is_static):
+                    track.buffer = change(track.buffer).contiguous()
