@@ -190,17 +190,9 @@ class AttentionCall:
     s_aux: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        query: torch.Tensor,
-        mask: Any = None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-    ) -> AttentionCall:
+    def of(cls, query: torch.Tensor, mask: Any = None, **options: Any) -> AttentionCall:
         """Make a call with a mask as Transformers passes it; an unsupported mask counts as None."""
-        return cls(query, Mask(mask if Mask.supports(mask) else None), scaling, softcap, s_aux)
+        return cls(query, Mask(mask if Mask.supports(mask) else None), **options)
 
     def first_rows(self, count: int) -> AttentionCall:
         return replace(self, query=self.query[:count], mask=self.mask.first_rows(count))
