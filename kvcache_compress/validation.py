@@ -120,8 +120,7 @@ _QUOTED = _Quoted()
 
 def quoted(value: Any) -> str:
     """Shortened `repr` of any value, without building the full one."""
-    text = _QUOTED.repr(value)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 53]}...{text[-50:]}"
+    return shortened(_QUOTED.repr(value), _LONGEST_QUOTE)
 
 
 def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
