@@ -126,7 +126,7 @@ def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
     return PolarTree(head_dim, counts[-1], tuple(levels), tuple(widths))
 
 
-@on_cpu
+@on_cpu()
 def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
     """Channel of each code-space coordinate, such that halves pair neighbours in blocks of `2 ** levels`."""
     sides = torch.arange(head_dim).view(-1, *[2] * levels)
