@@ -132,11 +132,6 @@ def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
     return text if len(text) <= most else f"{text[: most - end - 5]} ... {text[-end:]}"
 
 
-def on_one_line(text: str, most: int) -> str:
-    """Collapse white space of a text to single blanks, and shorten it to `most` characters."""
-    return shortened(" ".join(text.split()), most)
-
-
 def one_line(error: Exception) -> str:
     """Type and first line of another library's error."""
     lines = str(error).strip().splitlines()
