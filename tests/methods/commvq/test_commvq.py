@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.files.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file
-from support.method_cases import half_layout, make_codec, random_track
+from support.method_cases import bits_per_number, half_layout, make_codec, random_track
 from support.models.small_model import small_model
 from transformers import Glm4Config, LlamaConfig, Phi3Config
 
@@ -183,9 +183,9 @@ def test_more_bits_are_more_rounds(side: str) -> None:
     for bits in (0.5, 1, 1.5):
         codec = make_codec("commvq", 64, side, heads=HEADS, codebooks=path, bits=bits)
         fields = codec.encode(x, rope)
-        assert 8 * sum(field.nbytes for field in fields) / x.numel() == codec.bits_per_number()
+        assert 8 * sum(field.nbytes for field in fields) / x.numel() == bits_per_number(codec)
         errors.append(float((codec.decode(fields, rope) - x).square().mean()))
-        sizes.append(codec.bits_per_number())
+        sizes.append(bits_per_number(codec))
     assert sorted(errors, reverse=True) == errors
     assert len(set(sizes)) == 3
     with pytest.raises(ValueError, match=rf"bits=6 for commvq: .* has only 1.5 for {side}"):
