@@ -133,14 +133,13 @@ def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
     return sides.permute(*range(levels, -1, -1)).flatten()
 
 
-def quantize(
-    y: torch.Tensor, books: tuple[AngleCodebook, ...]
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Quantize code-space vectors `y`, float32 `[..., D]`.
+def encode(
+    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
+) -> tuple[Fields, torch.Tensor, torch.Tensor]:
+    """Bit planes of code-space vectors `y`, float32 `[..., D]`; reference of the encode kernel.
 
-    Returns:
-        Codes of each level, int64 `[..., count]`; squared radii of the roots, float32 `[..., roots]`; and inner
-        products of `y` with its unit code point, float32 `[..., roots]`.
+    Also returns the squared radii of the roots, and inner products of `y` with its unit code point, both float32
+    `[..., roots]`.
     """
     low, high = y.chunk(2, -1)
     energy = low * low + high * high
@@ -159,14 +158,6 @@ def quantize(
         left, right = cross.chunk(2, -1)
         cross = left * cos + right * sin
         codes.append(code)
-    return codes, energy, cross
-
-
-def encode(
-    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
-) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; reference of the encode kernel."""
-    codes, energy, cross = quantize(y, books)
     return pack(tree, codes), energy, cross
 
 
