@@ -1,9 +1,5 @@
 """Custom operators that keep compressed layers free of graph breaks under `torch.compile`.
 
-While a model is traced, `CompressedLayer.update` adds the operator `append` to the graph and returns `TracedView`s. The
-attention function then adds `attend`; other code that reads a view adds `read`, which returns dense tensors. Prompts,
-and steps without fused attention, use the operator `update`, which returns dense tensors directly.
-
 A layer's state lives in Python and cannot pass through a graph, so the operators look their layer up by number when the
 compiled code runs. `attend` and `read` take the result of `append` as an input, which fixes their order.
 """
@@ -56,12 +52,8 @@ def trace(layer: Owner, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch
 class TracedView(View):
     """A view for tracing. The number of packed tokens is unknown until the compiled code runs.
 
-    Args:
-        number: the layer's number from `register`.
-        of: keys or values.
-        appended: result of the operator `append`; taking it orders later operators.
-        fresh: the step's own tokens, `[B, H, n, D]`.
-        tokens: number of tokens in the layer, including the step's own.
+    It has the layer's `number`, the result of the operator `append`, the step's own tokens `fresh` `[B, H, n, D]`, and
+    the number of tokens in the layer, including these.
     """
 
     __slots__ = ("appended", "number", "of")

@@ -1,9 +1,4 @@
-"""The attention function that Transformers calls, and the switch that turns it on for a model.
-
-A layer without packed tokens (prefill) uses the model's previous attention. With packed tokens, the layer's back end
-either attends over the codes as stored or runs attention over tiles of decoded tokens. If the call needs something that
-neither supports, the whole layer is decoded and the previous attention runs on it.
-"""
+"""The attention function that Transformers calls, and the switch that turns it on for a model."""
 
 import logging
 import sys
@@ -117,11 +112,7 @@ def _path(
     dropout: float,
     options: Mapping[str, Any],
 ) -> AttentionPath | None:
-    """Choose how to attend; None means the previous attention over decoded tokens.
-
-    Fused attention and tiles need: no gradients of queries, masks or `s_aux`, no dropout, a tensor mask or none, causal
-    attention, no attention weights as output, and no unknown option that could change attention.
-    """
+    """Choose how to attend; None means the previous attention over decoded tokens."""
     inputs = call.query, mask, call.s_aux
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
         return None

@@ -43,10 +43,7 @@ def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
     """Make a model's attention modules pass their position embeddings to the cache.
 
     `enable_fused_attention` and `compress` do this already. Without it, methods that encode keys before RoPE (CommVQ,
-    spectral) lose accuracy in left-padded batches.
-
-    Returns:
-        A handle; its `remove()` removes the hooks.
+    spectral) lose accuracy in left-padded batches. The handle's `remove()` removes the hooks.
 
     Raises:
         ValueError: `model` is neither a Transformers nor a PEFT model.

@@ -57,11 +57,7 @@ class DecodeTime:
 def full_time(
     name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
 ) -> DecodeTime:
-    """Time PyTorch's fastest correct attention with grouped queries over uncompressed keys and values.
-
-    Raises:
-        ValueError: no attention function works, or none is correct.
-    """
+    """Time PyTorch's fastest correct attention with grouped queries over uncompressed keys and values."""
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
@@ -101,11 +97,7 @@ def compressed_time(
     repeats: int = 20,
     call: str = "plain",
 ) -> DecodeTime:
-    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows.
-
-    Raises:
-        ValueError: the preset does not support the shape.
-    """
+    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows."""
     keys, values, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
     mask = _left_padding(keys) if call == "mask" else None
 
@@ -134,7 +126,7 @@ def random_view(
 ) -> tuple[View, View, torch.Tensor]:
     """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`.
 
-    They fill a static capacity if `fixed`. Raises ValueError if the preset does not support the shape.
+    They fill a static capacity if `fixed`.
     """
     plan = middle_layer(named_config(preset))
     windows = (plan.sink_tokens, plan.recent_tokens)

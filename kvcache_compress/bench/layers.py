@@ -112,14 +112,8 @@ def encoded_side(
 ) -> View:
     """View of one side of a layer, as in a step of decoding.
 
-    Args:
-        packed: number of compressed tokens.
-        windows: numbers of dense tokens before and after them.
-        codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
-        backend: name of the back end that encodes, here and later.
-
-    Raises:
-        ValueError: the method does not support the head dimension, or `packed` is not a multiple of its group.
+    It has `packed` compressed tokens, a multiple of the method's group, and `windows` dense ones before and after them.
+    `codes` are `encoded` from random tokens, or, for lengths that would take long to encode, `random`.
     """
     device = device or torch.device("cpu")
     first, last = windows

@@ -1,11 +1,7 @@
 """Storage of a static layer: decode steps with static shapes that never wait for the device (CUDA graphs).
 
-Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps, but the counts are
-tensors and the tail is circular. A kernel encoder encodes a whole flush in the step in which it becomes packed. Without
-one, each step encodes as many tokens as it adds, so that all steps cost the same; those tokens still become packed
-`Windows.flush` at a time.
-
-On CPUs, which have no graphs, a static layer uses a `DynamicStorage` with a capacity.
+Codes are those of a growing layer, at the same steps, but the counts are tensors and the tail is circular. Without a
+kernel encoder each step encodes as many tokens as it adds, which still become packed `Windows.flush` at a time.
 """
 
 import copy

@@ -1,7 +1,4 @@
-"""Cos and sin of RoPE at the first token of each packed group, kept once for all layers of a cache.
-
-Codecs that encode keys before RoPE need them for left-padded batches, partial rotary heads and scaled RoPE.
-"""
+"""Cos and sin of RoPE at the first token of each packed group, kept once for all layers of a cache."""
 
 from __future__ import annotations
 
@@ -43,10 +40,8 @@ class RopeTrack:
     Row g of `buffer` `[B, capacity, 2 * rotary]` belongs to token `first + g * stride`, the first token of packed group
     g. The last row of a static track belongs to no group.
 
-    With hooks on the model, its attention modules provide each step's position embeddings (`inputs`). Otherwise the
-    track computes the embeddings of the tokens' indices in the cache; keys of left-padded rows are then encoded as if
-    at other positions, which costs accuracy. A model on several devices has one copy per device (`at`); the first copy
-    applies operations to all of them.
+    Hooks on the model provide each step's position embeddings (`inputs`); without them the track computes those of the
+    tokens' indices. A model on several devices has one copy per device (`at`); the first applies operations to all.
     """
 
     def __init__(self, config: PreTrainedConfig, layout: RopeLayout, first: int, stride: int) -> None:
