@@ -15,7 +15,7 @@ from kvcache_compress.storage.view import View
 
 from .compare import LIBRARY_BAR, compare, compare_views
 from .layers import Shape, encoded_side, middle_layer, named_config
-from .peers import peers
+from .peers import ON_CPU, ON_GPU
 from .timing import median_ms
 
 
@@ -63,7 +63,7 @@ def full_time(
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
     libraries: dict[str, float | str] = {}
     best: tuple[float, float | None] | None = None
-    for library, make in peers(device).items():
+    for library, make in (ON_GPU if device.type == "cuda" else ON_CPU).items():
         try:
             attend = make(query, keys, values)
             error, problem = compare(
@@ -99,7 +99,10 @@ def compressed_time(
 ) -> DecodeTime:
     """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows."""
     keys, values, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
-    mask = _left_padding(keys) if call == "mask" else None
+    mask = None
+    if call == "mask":  # `[B, 1, 1, T]`, hides the first 3 i tokens of sequence i
+        hidden = 3 * torch.arange(batch, device=device)[:, None]
+        mask = (torch.arange(keys.shape[2], device=device) >= hidden)[:, None, None]
 
     def attend() -> torch.Tensor:
         return keys.attend(AttentionCall.of(query, mask, scaling=shape.head_dim**-0.5), values)
@@ -112,13 +115,6 @@ def compressed_time(
         preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers,
         attention_error=error, call=call, invalid=problem,
     )  # fmt: skip
-
-
-def _left_padding(keys: View) -> torch.Tensor:
-    """Mask `[B, 1, 1, T]` that hides the first 3 i tokens of sequence i."""
-    batch, _, tokens, _ = keys.shape
-    hidden = 3 * torch.arange(batch, device=keys.device)[:, None]
-    return (torch.arange(tokens, device=keys.device) >= hidden)[:, None, None]
 
 
 def random_view(

@@ -113,11 +113,11 @@ def test_masked_and_fixed_calls_are_compared(name: str, call: str, monkeypatch: 
 def test_other_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest library that is right counts; what is wrong or fails is named."""
     wrong = {"zeros": lambda query, *_: lambda: torch.zeros_like(query)}
-    monkeypatch.setattr(decode, "peers", lambda _: wrong | peers.ON_CPU)
+    monkeypatch.setattr(decode, "ON_CPU", wrong | peers.ON_CPU)
     found = decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
     assert found.libraries == {
         "zeros": "attention differs by 1.0e+00 of its size, more than 1.0e-02", "sdpa": found.milliseconds
     }  # fmt: skip
-    monkeypatch.setattr(decode, "peers", lambda _: wrong)
+    monkeypatch.setattr(decode, "ON_CPU", wrong)
     with pytest.raises(ValueError, match=r"zeros: attention differs by 1\.0e\+00 of its size"):
         decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
