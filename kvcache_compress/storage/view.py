@@ -26,7 +26,7 @@ from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
 from .shared.slots import Slots
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time, a multiple of every group size."""
 
@@ -268,7 +268,12 @@ class View:
     def _decoded(self) -> torch.Tensor:
         """Decode for code that is not ours, with a warning if that code is a model's attention."""
         if self.owner is not None and not torch.compiler.is_compiling():
-            _warn_of_decoding(self.owner.decoder_config.model_type)
+            _warn_once(
+                "fused attention has no effect on %s: its attention transforms the cached keys and values itself, so "
+                "each step decodes them. Results are right, but not faster. To avoid this message, call "
+                "disable_fused_attention(model), or compress with fused=False",
+                self.owner.decoder_config.model_type,
+            )
         return self.dense()
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
@@ -321,16 +326,6 @@ class HandedOut:
         """Copy the content of views still in use, before a change that may keep only the first `kept` tokens."""
         if self._views:
             self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
-
-
-@cache
-def _warn_of_decoding(model_type: str) -> None:
-    logger.warning(
-        "fused attention has no effect on %s: its attention transforms the cached keys and values itself, so each step "
-        "decodes them. Results are right, but not faster. To avoid this message, call disable_fused_attention(model), "
-        "or compress with fused=False",
-        model_type,
-    )
 
 
 def _decoding(name: str) -> Callable[..., Any]:

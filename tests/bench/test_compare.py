@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.mask import Mask
-from kvcache_compress.storage.shared.rope_track import _warn_of_positions
+from kvcache_compress.storage.shared.rope_track import _warn_once
 from kvcache_compress.storage.view import View
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, fa
 
 @pytest.mark.parametrize("name", ["polarquant-rope-4bit", "commvq-2bit"])
 def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_positions.cache_clear()
+    _warn_once.cache_clear()
     found = decode.compressed_time(name, "tiny", TINY, 3, 64, CPU, torch.float32, 1)
     assert 0 < (found.attention_error or 0) < 1e-5
     assert found.milliseconds

@@ -17,16 +17,8 @@ from ..packed_store import grown_capacity
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 DTYPE = torch.float16
-
-
-@cache
-def _warn_of_positions() -> None:
-    logger.warning(
-        "the cache does not see the model's position embeddings, so keys of left-padded rows are encoded as if at "
-        "other positions, which costs accuracy. Call enable_fused_attention(model), or register_position_hooks(model)"
-    )
 
 
 def rope_rows(tokens: int, first: int, stride: int) -> int:
@@ -172,7 +164,11 @@ class RopeTrack:
 
     def _by_index(self, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if states.shape[0] > 1:
-            _warn_of_positions()
+            _warn_once(
+                "the cache does not see the model's position embeddings, so keys of left-padded rows are encoded as if "
+                "at other positions, which costs accuracy. Call enable_fused_attention(model), or "
+                "register_position_hooks(model)"
+            )
         like = torch.zeros(1, dtype=torch.float32, device=positions.device)
         cos, sin = self._embedding()(like, positions.unsqueeze(0))
         return cos.to(states.device), sin.to(states.device)

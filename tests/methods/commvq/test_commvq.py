@@ -18,7 +18,7 @@ from kvcache_compress.config import get_method
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.codebook_file import group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
-from kvcache_compress.storage.shared.rope_track import _warn_of_positions
+from kvcache_compress.storage.shared.rope_track import _warn_once
 
 
 def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
@@ -161,7 +161,7 @@ def test_left_padding_does_not_change_codes(switch: Any, caplog: pytest.LogCaptu
 
 
 def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_positions.cache_clear()
+    _warn_once.cache_clear()
     model = small_model(**CONTRACT_MODEL)
     for _ in range(2):
         with torch.no_grad():
