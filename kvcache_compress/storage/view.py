@@ -6,11 +6,10 @@ import copy
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -162,20 +161,15 @@ class View:
         """
         path = path or self.path(call, values) or self.backend
         assert path is not None
-        record(path.name, call.query.shape[2])
         if call.mask.tensor is not None or self.slots is not None or self.padding is not None:
             call = replace(call, mask=self._stored_mask(call, path))
         with on_device(call.query):
             return path.attend(call, self, values)
 
-    def close(self, call: AttentionCall) -> bool:
-        """Let the layer pack tokens that had to wait for this call's queries; True if this step had such tokens.
-
-        If layers share keys and values, the first one to attend closes the step; later calls change nothing.
-        """
+    def close(self, call: AttentionCall) -> None:
+        """Let the layer pack tokens that had to wait for this call's queries."""
         if self.awaited_queries and self.owner is not None and self.owner.awaits_queries:
             self.owner.close(replace(call, mask=self.over_tokens(call.mask)))
-        return self.awaited_queries
 
     def over_tokens(self, mask: Mask) -> Mask:
         """Trim a mask to the stored tokens."""
@@ -313,9 +307,6 @@ class HandedOut:
     def __reduce__(self) -> tuple[type[HandedOut], tuple[()]]:
         return HandedOut, ()
 
-    def __len__(self) -> int:
-        return len(self._views)
-
     def add(self, owner: Owner, *views: View) -> None:
         self._views, awaits = [view for view in self._views if view() is not None], owner.awaits_queries
         for view in views:
@@ -339,37 +330,3 @@ def _decoding(name: str) -> Callable[..., Any]:
 _OPERATORS = "add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne"
 for _name in _OPERATORS.split():
     setattr(View, f"__{_name}__", _decoding(f"__{_name}__"))
-
-
-class PathTaken(NamedTuple):
-    """Path of one attention call, and its number of queries."""
-
-    path: str
-    queries: int
-
-
-_RECORDS: list[list[PathTaken]] = []
-
-
-@contextmanager
-def record_paths() -> Iterator[list[PathTaken]]:
-    """Record the path of every attention call over a compressed layer, in order, within the block.
-
-    Calls of a first prompt are not recorded, because nothing is compressed yet.
-
-        with record_paths() as taken:
-            model.generate(**inputs, past_key_values=cache)
-        print(Counter(taken))
-    """
-    taken: list[PathTaken] = []
-    _RECORDS.append(taken)
-    try:
-        yield taken
-    finally:
-        _RECORDS[:] = [records for records in _RECORDS if records is not taken]
-
-
-def record(path: str, queries: int) -> None:
-    """Add a call to the open `record_paths` blocks."""
-    for taken in _RECORDS:
-        taken.append(PathTaken(path, queries))
