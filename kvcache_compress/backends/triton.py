@@ -12,7 +12,7 @@ from kvcache_compress.codecs.base import Codec, Fields, Side
 from kvcache_compress.codecs.device import interpreting, on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
-from kvcache_compress.storage.checks import LONGEST, PackableChecks
+from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.storage.packed_store import TailBuffer
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
 from kvcache_compress.storage.step_buffers import StepBuffers
@@ -87,15 +87,9 @@ class TritonBackend(TorchBackend):
         following = []
         flags = checks.flags(sides["keys"].sinks.device)
         for state, good in zip(states, flags, strict=True):
-            tail = state.tail
-            kept = tail.tokens - leaving
-            following.append(tail.new_buffer(kept))
-            with on_device(tail.buffer):
-                self._kernels.encoding.flush(
-                    state.codec.kernel_encoder, tail.buffer, leaving, kept,
-                    state.store.writable_buffers(leaving, growing=True), state.store.tokens, following[-1], good,
-                    LONGEST, state.rope_rows,
-                )  # fmt: skip
+            following.append(state.tail.new_buffer(state.tail.tokens - leaving))
+            with on_device(state.sinks):
+                self._kernels.encoding.flush(state, leaving, following[-1], good)
         checks.add_flags()
         for state, buffer in zip(states, following, strict=True):
             state.store.tokens += leaving

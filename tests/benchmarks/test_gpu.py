@@ -75,9 +75,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Callabl
     monkeypatch.setattr(module, name, wrong)
 
 
-def flip_flushed(_: Any, *args: Any) -> None:
-    fields, at = args[4:6]
-    fields[0][:, :, at:] ^= 0x5555
+def flip_flushed(_: Any, state: Any, *args: Any) -> None:
+    state.store.buffers[0][:, :, state.store.tokens :] ^= 0x5555
 
 
 def spoil_appended(_: Any, *args: Any) -> None:
