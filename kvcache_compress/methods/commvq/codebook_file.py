@@ -97,17 +97,10 @@ def codebook_facts(config: PreTrainedConfig) -> ModelFacts:
 
 
 def write_codebooks(
-    path: str | Path,
-    config: PreTrainedConfig,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    options: Any = None,
-    data: Any = None,
-    losses: Any = None,
+    path: str | Path, config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor], **header: Any
 ) -> None:
     """Write the tensors, as float16; an existing file is replaced only once all is written."""
     halves = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-    header = {"options": options or {}, "data": data or {}, "losses": losses}
     write_model_file(path, KIND, VERSION, codebook_facts(config), halves, **header)
 
 
