@@ -92,11 +92,6 @@ class PolarTree:
         return (*(field for planes in codes for field in planes), Field("radius", radius, (self.roots,)))
 
 
-def full_depth(head_dim: int) -> int:
-    """Number of levels until an odd number of radii remains."""
-    return (head_dim & -head_dim).bit_length() - 1
-
-
 def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
     """Build the tree of `len(bits)` levels; levels of equal bits share a field."""
     counts = [head_dim >> level for level in range(1, len(bits) + 1)]

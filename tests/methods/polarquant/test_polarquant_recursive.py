@@ -64,7 +64,7 @@ def test_pairs_are_neighbours_in_blocks(dim: int, levels: int) -> None:
     [(32, (2,)), (64, (4, 3, 2)), (80, (3,)), (96, (6, 5, 4, 1)), (112, (4, 3, 2)), (256, (6, 5, 4, 1))],
 )
 def test_codes_come_back(dim: int, bits: tuple[int, ...]) -> None:
-    levels = polar_tree.full_depth(dim)
+    levels = (dim & -dim).bit_length() - 1
     tree = polar_tree.polar_tree(dim, (bits + bits[-1:] * levels)[:levels])
     generator = torch.Generator().manual_seed(dim)
     codes = [torch.randint(2**level.bits, (2, 3, level.count), generator=generator) for level in tree.levels]
