@@ -149,9 +149,6 @@ class Mask:
             return mask, mask[0, 0]
         return mask[:, :-1], sees(mask).flatten(0, 1).any(0)
 
-    def first_rows(self, count: int) -> Mask:
-        return self if self.tensor is None else Mask(self.tensor[:count])
-
 
 def sees(mask: torch.Tensor) -> torch.Tensor:
     """True where a boolean or additive mask lets a query see a token."""
@@ -195,4 +192,5 @@ class AttentionCall:
         return cls(query, Mask(mask if Mask.supports(mask) else None), **options)
 
     def first_rows(self, count: int) -> AttentionCall:
-        return replace(self, query=self.query[:count], mask=self.mask.first_rows(count))
+        mask = self.mask.tensor
+        return replace(self, query=self.query[:count], mask=Mask(None if mask is None else mask[:count]))

@@ -25,9 +25,7 @@ class StaticStorage:
     `StaticStorage`. Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier
     steps, which cannot raise on a GPU themselves.
 
-    Args:
-        dynamic: a storage that `is_loadable`; its tokens and packed buffers are taken over.
-        buffers: buffers of the previous `StaticStorage`, reused if they fit.
+    It takes over a `dynamic` storage that `is_loadable`, and reuses the previous one's `buffers` if they fit.
     """
 
     def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
@@ -76,7 +74,11 @@ class StaticStorage:
     @property
     def tokens(self) -> int:
         """Tokens per sequence."""
-        self._raise_for_faults()
+        checks = self._carrier.checks
+        checks.raise_for_known()
+        if fault := int(self.buffers.fault.amax()):
+            full = full_error(checks.layer, self.buffers.capacity)
+            raise full if fault == FULL else not_packable_error("keys or values", checks.layer)
         return int(self.buffers.length)
 
     @property
@@ -148,12 +150,3 @@ class StaticStorage:
         if dynamic.track is not None and dynamic.leads_track:
             dynamic.track.tokens = length  # steps do not update it
         return dynamic
-
-    def _raise_for_faults(self) -> None:
-        checks = self._carrier.checks
-        checks.raise_for_known()
-        if not (fault := int(self.buffers.fault.amax())):
-            return
-        if fault == FULL:
-            raise full_error(checks.layer, self.buffers.capacity)
-        raise not_packable_error("keys or values", checks.layer)
