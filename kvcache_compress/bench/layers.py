@@ -33,7 +33,6 @@ class Shape(NamedTuple):
 
 SHAPES = {name: Shape(*sizes[1:]) for name, sizes in MODELS.items()}
 
-
 _UNIFORM = {"method": "turboquant", "bits": 4, "codebook": "uniform"}
 VARIANTS = {"uniform-4bit": {"keys": _UNIFORM, "values": _UNIFORM, "sink_tokens": 16, "recent_tokens": 64}}
 """Configurations measured in addition to the presets: uniform levels, which decode in fewer instructions."""

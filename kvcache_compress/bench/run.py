@@ -38,9 +38,6 @@ def run_bench(
 
     The arguments are the options of `kvcache-compress bench`; `on_row` is called with each time as it is measured.
     Returns all times, the attention's shape, a copy's bandwidth in GB/s, and a title.
-
-    Raises:
-        ValueError, OSError: an argument is invalid; raised before anything is measured.
     """
     shape = Shape(*model_shape(model)[1:])
     place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -111,11 +111,7 @@ MODELS = {
 
 
 def model_shape(model: str) -> ModelShape:
-    """Shape of a model: one of `MODELS` by name, or from the config of a hub id or a folder.
-
-    Raises:
-        ValueError: the model is not found or cannot be compressed, or its config is damaged.
-    """
+    """Shape of a model: one of `MODELS` by name, or from the config of a hub id or a folder."""
     if model in MODELS:
         return MODELS[model]
     from transformers import AutoConfig

@@ -104,11 +104,7 @@ class Launch:
         self.compiled: Any = None
 
     def first(self, inputs: dict[str, Any]) -> None:
-        """Launch it by Triton, with tensors, and keep the compiled kernel.
-
-        Raises:
-            RuntimeError: the compiled kernel is wrong, see `check_lanes`.
-        """
+        """Launch it by Triton, with tensors, and keep the compiled kernel, if it passes `check_lanes`."""
         changing = {name: inputs[source] for name, source in self.changing.items()}
         compiled = self.kernel[self.grid](**self.constant, **changing)
         if compiled is not None and compiled.hash not in _checked:

@@ -216,7 +216,6 @@ def books_side(books: torch.Tensor, row: int, rope: RopeLayout | None) -> Kernel
     """Kernel operands of the codebooks of `ResidualBooks`, of keys if there is a `rope`, else of values.
 
     row: bytes of a token's codes.
-
     Code space: of keys, tiles of pairs by group, real parts first; of values, channels.
     """
     device, (_, groups, rounds, centres, *_, width) = books.device, books.shape
