@@ -6,7 +6,6 @@ compiled code runs. `attend` and `read` take the result of `append` as an input,
 
 import itertools
 import weakref
-from typing import Any
 
 import torch
 
@@ -115,9 +114,7 @@ def attend(
     return keys.attend(AttentionCall(query, Mask(mask), scaling, softcap or None, s_aux), values)
 
 
-@attend.register_fake
-def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], others[-1])
+attend.register_fake(lambda query, *others: query.new_empty(query.shape[0], query.shape[2], query.shape[1], others[-1]))
 
 
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())
