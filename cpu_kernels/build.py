@@ -45,11 +45,7 @@ def problem() -> str | None:
 
 
 def operators() -> Any:
-    """The C++ operators, compiled and loaded on first use.
-
-    Raises:
-        RuntimeError: the C++ code cannot be compiled or loaded here.
-    """
+    """The C++ operators, compiled and loaded on first use; raises `RuntimeError` where that is impossible."""
     if reason := problem():
         raise RuntimeError(f"the CPU kernels are unavailable: {reason}")
     return torch.ops.kvcache_compress_cpu

@@ -120,8 +120,7 @@ _QUOTED = _Quoted()
 
 def quoted(value: Any) -> str:
     """Shortened `repr` of any value, without building the full one."""
-    text = _QUOTED.repr(value)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 53]}...{text[-50:]}"
+    return shortened(_QUOTED.repr(value), _LONGEST_QUOTE)
 
 
 def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
@@ -131,11 +130,6 @@ def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
     """
     end = most // 5
     return text if len(text) <= most else f"{text[: most - end - 5]} ... {text[-end:]}"
-
-
-def on_one_line(text: str, most: int) -> str:
-    """Collapse white space of a text to single blanks, and shorten it to `most` characters."""
-    return shortened(" ".join(text.split()), most)
 
 
 def one_line(error: Exception) -> str:

@@ -27,11 +27,7 @@ class _Described(NamedTuple):
 
 
 def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-    """Attend in C++; same arguments and result as `backends.torch.attend`.
-
-    Raises:
-        RuntimeError: the C++ code cannot be compiled or loaded here.
-    """
+    """Attend in C++; same arguments and result as `backends.torch.attend`."""
     query, mask, s_aux = call.query, call.mask.tensor, call.s_aux
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
@@ -67,7 +63,9 @@ def _described(side: View) -> _Described:
 
 
 def _description(side: View, fields: Fields, cpu_side: CPUSide) -> torch.Tensor:
-    tensors = [side.sinks, side.tail_buffer, *cpu_side.code_space, *fields, *cpu_side.tables]
+    empty = torch.empty(0, device="cpu")
+    code_space = [empty if x is None else x for x in (cpu_side.basis, cpu_side.mean)]
+    tensors = [side.sinks, side.tail_buffer, *code_space, *fields, *cpu_side.tables]
     form = FORMS.index(cpu_side.form)
     found: torch.Tensor = build.operators().describe.default(form, cpu_side.options, len(fields), tensors)
     return found

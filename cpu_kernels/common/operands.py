@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch.nn import functional
@@ -30,12 +29,6 @@ class CPUSide:
     tables: tuple[torch.Tensor, ...] = ()
     basis: torch.Tensor | None = None
     mean: torch.Tensor | None = None
-
-    @cached_property
-    def code_space(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Basis and mean for the operator, empty tensors for None: optional tensors in a list cost more time."""
-        empty = torch.empty(0, device="cpu")
-        return empty if self.basis is None else self.basis, empty if self.mean is None else self.mean
 
 
 def cpu_side(

@@ -267,6 +267,35 @@ class TrellisTable {
   Table<COUNT> lower_, upper_;
 };
 
+// Levels of other codes of BITS bits, in the same form.
+template <int BITS>
+class LevelTable {
+ public:
+  explicit LevelTable(const float* levels) : table_(levels) {}
+
+  template <class Emit>
+  [[gnu::always_inline]] void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) const {
+    kvcache_compress::each_run<BITS>(
+        planes, head, token, planes[0].words(),
+        [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t n) { emit(channel, table_[codes], n); });
+  }
+
+ private:
+  Table<1 << BITS> table_;
+};
+
+// Decodes tokens [first, first + count) of a component to `to`, whose rows are `stride` numbers apart.
+template <class Levels>
+void decode_levels(const Levels& levels, const Field* planes, const Half* scales, const Head& head, int64_t first,
+                   int64_t count, float* to, int64_t stride) {
+  for (int64_t t = 0; t < count; ++t, to += stride) {
+    const float scale = scales[t];
+    levels.each_run(planes, head, first + t, [&] [[gnu::always_inline]] (int64_t channel, Floats x, int64_t lanes) {
+      store(to + channel, x * scale, lanes);
+    });
+  }
+}
+
 // Calls `call` with the number of bits as a template argument.
 template <class Call>
 inline void with_bits(int64_t bits, Call call) {
@@ -309,19 +338,15 @@ class LevelDecoder : public Decoder {
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     for (const auto& part : components_) {
-      if (part.trellis) {
-        decode_trellis(part, head, first, count, tile);
-        continue;
-      }
+      const auto decode = [&](const auto& levels) {
+        const Half* scales = part.fields.back().row<Half>(head, first);
+        decode_levels(levels, part.fields.data(), scales, head, first, count, tile + part.start, width);
+      };
       with_bits(part.bits, [&]<int BITS>() {
-        const Table<1 << BITS> table(part.levels);
-        for (int64_t t = 0; t < count; ++t) {
-          const float scale = *part.fields.back().row<Half>(head, first + t);
-          float* to = tile + t * width + part.start;
-          each_run<BITS>(part.fields.data(), head, first + t, part.fields[0].words(),
-                         [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
-                           store(to + channel, table[codes] * scale, lanes);
-                         });
+        if (!part.trellis) {
+          decode(LevelTable<BITS>(part.levels));
+        } else if constexpr (BITS <= 3) {
+          decode(TrellisTable<BITS>(part.levels));
         }
       });
     }
@@ -334,22 +359,6 @@ class LevelDecoder : public Decoder {
     const float* levels;
     std::vector<Field> fields;
   };
-
-  void decode_trellis(const Component& part, const Head& head, int64_t first, int64_t count, float* tile) const {
-    with_bits(part.bits, [&]<int BITS>() {
-      if constexpr (BITS <= 3) {
-        const TrellisTable<BITS> table(part.levels);
-        for (int64_t t = 0; t < count; ++t) {
-          const float scale = *part.fields.back().row<Half>(head, first + t);
-          float* to = tile + t * width + part.start;
-          table.each_run(part.fields.data(), head, first + t,
-                         [&] [[gnu::always_inline]] (int64_t channel, Floats levels, int64_t lanes) {
-                           store(to + channel, levels * scale, lanes);
-                         });
-        }
-      }
-    });
-  }
 
   std::vector<Component> components_;
 };

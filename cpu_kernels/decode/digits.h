@@ -28,15 +28,8 @@ class DigitDecoder : public Decoder {
     const Half* scales = scales_[0].row<Half>(head, 0) + first;
     for (const auto& part : components_) {
       with_bits(part.bits, [&]<int BITS>() {
-        const Table<1 << BITS> table(part.levels);
-        for (int64_t t = 0; t < count; ++t) {
-          const float scale = scales[t];
-          float* to = tile + t * width + part.start;
-          each_run<BITS>(part.planes.data(), head, first + t, part.planes[0].words(),
-                         [&] [[gnu::always_inline]] (int64_t digit, Ints codes, int64_t lanes) {
-                           store(to + digit, table[codes] * scale, lanes);
-                         });
-        }
+        decode_levels(LevelTable<BITS>(part.levels), part.planes.data(), scales, head, first, count, tile + part.start,
+                      width);
       });
     }
   }

@@ -1,16 +1,11 @@
 """Custom operators that keep compressed layers free of graph breaks under `torch.compile`.
 
-While a model is traced, `CompressedLayer.update` adds the operator `append` to the graph and returns `TracedView`s. The
-attention function then adds `attend`; other code that reads a view adds `read`, which returns dense tensors. Prompts,
-and steps without fused attention, use the operator `update`, which returns dense tensors directly.
-
 A layer's state lives in Python and cannot pass through a graph, so the operators look their layer up by number when the
 compiled code runs. `attend` and `read` take the result of `append` as an input, which fixes their order.
 """
 
 import itertools
 import weakref
-from typing import Any
 
 import torch
 
@@ -56,12 +51,8 @@ def trace(layer: Owner, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch
 class TracedView(View):
     """A view for tracing. The number of packed tokens is unknown until the compiled code runs.
 
-    Args:
-        number: the layer's number from `register`.
-        of: keys or values.
-        appended: result of the operator `append`; taking it orders later operators.
-        fresh: the step's own tokens, `[B, H, n, D]`.
-        tokens: number of tokens in the layer, including the step's own.
+    It has the layer's `number`, the result of the operator `append`, the step's own tokens `fresh` `[B, H, n, D]`, and
+    the number of tokens in the layer, including these.
     """
 
     __slots__ = ("appended", "number", "of")
@@ -123,9 +114,7 @@ def attend(
     return keys.attend(AttentionCall(query, Mask(mask), scaling, softcap or None, s_aux), values)
 
 
-@attend.register_fake
-def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], others[-1])
+attend.register_fake(lambda query, *others: query.new_empty(query.shape[0], query.shape[2], query.shape[1], others[-1]))
 
 
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())

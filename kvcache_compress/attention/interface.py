@@ -1,14 +1,10 @@
-"""The attention function that Transformers calls, and the switch that turns it on for a model.
-
-A layer without packed tokens (prefill) uses the model's previous attention. With packed tokens, the layer's back end
-either attends over the codes as stored or runs attention over tiles of decoded tokens. If the call needs something that
-neither supports, the whole layer is decoded and the previous attention runs on it.
-"""
+"""The attention function that Transformers calls, and the switch that turns it on for a model."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,15 +15,13 @@ from transformers.utils.output_capturing import _active_collector
 
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.adapters import compressible, unwrapped
-from kvcache_compress.storage.view import AttentionPath, View, record
+from kvcache_compress.storage.view import AttentionPath, View
 
 from .position_hooks import register_fused_hooks, remove_fused_hooks
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 ATTENTION_NAME = "kvcache_compress"
 """Start of the registered attention's names. While a decoder's config has one, `update()` returns views."""
-DECODE = "decode"
-"""Path name that `record_paths` reports when a layer is decoded whole."""
 _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
 """Options of attention functions that `_path` or the fused paths take into account."""
 _IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
@@ -35,8 +29,6 @@ _IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k", "logi
 """Options that do not change the result of attention."""
 _IN_MASK = {"sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"}
 """Options that only flash attention reads; the masks of eager attention and SDPA already contain them."""
-_WARNED: set[str] = set()
-"""Unsupported options that were already warned about."""
 
 
 def fused_name(previous: str) -> str:
@@ -90,12 +82,10 @@ def attention_forward(
             query, attention_mask, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=kwargs.get("softcap"), s_aux=kwargs.get("s_aux"),
         )  # fmt: skip
-        closed = key.close(call)
+        key.close(call)
         path = _path(key, value, call, module, attention_mask, dropout, kwargs)
         if path is not None:
             return key.attend(call, value, path), None
-        if not (closed or torch.compiler.is_compiling()):
-            record(DECODE, query.shape[2])
         if _weights_wanted() or not Mask.supports(attention_mask):
             key, value = key.dense(), value.dense()
         else:
@@ -117,11 +107,7 @@ def _path(
     dropout: float,
     options: Mapping[str, Any],
 ) -> AttentionPath | None:
-    """Choose how to attend; None means the previous attention over decoded tokens.
-
-    Fused attention and tiles need: no gradients of queries, masks or `s_aux`, no dropout, a tensor mask or none, causal
-    attention, no attention weights as output, and no unknown option that could change attention.
-    """
+    """Choose how to attend; None means the previous attention over decoded tokens."""
     inputs = call.query, mask, call.s_aux
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
         return None
@@ -160,21 +146,17 @@ def _unsupported(
 @torch.compiler.assume_constant_result
 def _warn_of_decoding(unknown: str) -> None:
     """Warn once about an unsupported option, also while a model is being compiled."""
-    if unknown not in _WARNED:
-        _WARNED.add(unknown)
-        logger.warning(
-            "fused attention does not support %s, so steps with it decode all packed tokens, which is slower. If you "
-            "set it yourself, leave it out",
-            unknown,
-        )
+    _warn_once(
+        "fused attention does not support %s, so steps with it decode all packed tokens, which is slower. If you set "
+        "it yourself, leave it out",
+        unknown,
+    )
 
 
 def _weights_wanted() -> bool:
-    """Return True if this forward must return attention weights.
+    """Ask Transformers' output collector for attention weights; some models, such as GPT-2, pass no option for them.
 
-    Some model families, such as GPT-2, do not pass `output_attentions` on to the attention function, so Transformers'
-    output collector is asked. If only layers are compiled, the collector is unreadable and those families return no
-    weights.
+    If only layers are compiled, the collector is unreadable, and such models return no weights.
     """
     if torch.compiler.is_compiling() and not _active_collector.compiling:
         return False

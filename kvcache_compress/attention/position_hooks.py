@@ -21,16 +21,11 @@ _FUSED = "fused attention"
 
 
 class ModelListener:
-    """Interface of caches that receive calls from a model's hooks in each step."""
+    """Interface of caches that receive calls from a model's hooks in each step, described in `CompressedCache`."""
 
-    def follow(self, decoder_config: PreTrainedConfig) -> None:
-        """Use this config, the decoder's own, to tell whether fused attention is on."""
-
-    def receive_mask(self, mask: Any) -> None:
-        """Receive the attention mask that the model was called with."""
-
-    def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
-        """Receive the position embeddings `(cos, sin)` of a step's `tokens` tokens from the attention of `layer`."""
+    def follow(self, decoder_config: PreTrainedConfig) -> None: ...
+    def receive_mask(self, mask: Any) -> None: ...
+    def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None: ...
 
 
 class PositionHooks(ExitStack):
@@ -43,10 +38,7 @@ def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
     """Make a model's attention modules pass their position embeddings to the cache.
 
     `enable_fused_attention` and `compress` do this already. Without it, methods that encode keys before RoPE (CommVQ,
-    spectral) lose accuracy in left-padded batches.
-
-    Returns:
-        A handle; its `remove()` removes the hooks.
+    spectral) lose accuracy in left-padded batches. The handle's `remove()` removes the hooks.
 
     Raises:
         ValueError: `model` is neither a Transformers nor a PEFT model.

@@ -14,7 +14,7 @@ from .cpp import CppBackend
 from .torch import TorchBackend
 from .triton import TritonBackend
 
-logger = logging.getLogger(__name__)
+_log_once = cache(logging.getLogger(__name__).info)
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonBackend(), CppBackend(), TorchBackend())}
 """Back ends by name in order of preference; the last one runs everywhere."""
 
@@ -46,10 +46,5 @@ def resolve_backend(choice: str, device: torch.device, codecs: Iterable[tuple[ty
             for one in BACKENDS.values()
             if one.runs_on(device) and all(one.supports(*codec) for codec in needed) and not one.problem()
         )
-    _log_once(backend.name, device.type)
+    _log_once("compressed caches on %s use the %s back end", device.type, backend.name)
     return backend
-
-
-@cache
-def _log_once(backend: str, device: str) -> None:
-    logger.info("compressed caches on %s use the %s back end", device, backend)

@@ -25,12 +25,7 @@ class TorchBackend(Backend):
         return True
 
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
-        """Choose how a call attends.
-
-        This back end serves decode steps, and chunks that `takes` accepts. Longer chunks go tile by tile if the layer
-        is long (or `always_tiles` is set). All else, and chunks over layers without packed tokens, is left to the
-        model's own attention.
-        """
+        """Choose how a call attends: see "Which path attends" in docs/dev/how-it-works.md."""
         if self.takes(call, keys, values) and (keys.packed or call.query.shape[2] <= MAX_DECODE_TOKENS):
             return self
         long = keys.packed > (0 if self.always_tiles else tiled.TILE_TOKENS)

@@ -12,7 +12,7 @@ from kvcache_compress.codecs.base import Codec, Fields, Side
 from kvcache_compress.codecs.device import interpreting, on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
-from kvcache_compress.storage.checks import LONGEST, PackableChecks
+from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.storage.packed_store import TailBuffer
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
 from kvcache_compress.storage.step_buffers import StepBuffers
@@ -87,15 +87,9 @@ class TritonBackend(TorchBackend):
         following = []
         flags = checks.flags(sides["keys"].sinks.device)
         for state, good in zip(states, flags, strict=True):
-            tail = state.tail
-            kept = tail.tokens - leaving
-            following.append(tail.new_buffer(kept))
-            with on_device(tail.buffer):
-                self._kernels.encoding.flush(
-                    state.codec.kernel_encoder, tail.buffer, leaving, kept,
-                    state.store.writable_buffers(leaving, growing=True), state.store.tokens, following[-1], good,
-                    LONGEST, state.rope_rows,
-                )  # fmt: skip
+            following.append(state.tail.new_buffer(state.tail.tokens - leaving))
+            with on_device(state.sinks):
+                self._kernels.encoding.flush(state, leaving, following[-1], good)
         checks.add_flags()
         for state, buffer in zip(states, following, strict=True):
             state.store.tokens += leaving
@@ -124,15 +118,8 @@ class TritonBackend(TorchBackend):
         counter: torch.Tensor | None,
     ) -> None:
         """Run a static step in one kernel; PyTorch encodes the sides whose codec has no kernel encoder."""
-        windows, states = buffers.windows, list(sides.values())
         with on_device(buffers.counts):
-            self._kernels.slots.write_slots(
-                list(fresh.values()), list(buffers.sinks.values()), list(buffers.tail.values()),
-                [state.codec.kernel_encoder for state in states], [state.store.buffers for state in states],
-                buffers.counts, counter,
-                recent=windows.recent, flush=windows.flush, capacity=buffers.capacity,
-                packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
-            )  # fmt: skip
+            self._kernels.slots.write_slots(buffers, sides, fresh, counter)
             left = {side: state for side, state in sides.items() if state.codec.kernel_encoder is None}
             buffers.encode(left, fresh["keys"].shape[2])
 

@@ -15,7 +15,7 @@ from kvcache_compress.storage.view import View
 
 from .compare import LIBRARY_BAR, compare, compare_views
 from .layers import Shape, encoded_side, middle_layer, named_config
-from .peers import peers
+from .peers import ON_CPU, ON_GPU
 from .timing import median_ms
 
 
@@ -57,17 +57,13 @@ class DecodeTime:
 def full_time(
     name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
 ) -> DecodeTime:
-    """Time PyTorch's fastest correct attention with grouped queries over uncompressed keys and values.
-
-    Raises:
-        ValueError: no attention function works, or none is correct.
-    """
+    """Time PyTorch's fastest correct attention with grouped queries over uncompressed keys and values."""
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
     libraries: dict[str, float | str] = {}
     best: tuple[float, float | None] | None = None
-    for library, make in peers(device).items():
+    for library, make in (ON_GPU if device.type == "cuda" else ON_CPU).items():
         try:
             attend = make(query, keys, values)
             error, problem = compare(
@@ -101,13 +97,12 @@ def compressed_time(
     repeats: int = 20,
     call: str = "plain",
 ) -> DecodeTime:
-    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows.
-
-    Raises:
-        ValueError: the preset does not support the shape.
-    """
+    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows."""
     keys, values, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
-    mask = _left_padding(keys) if call == "mask" else None
+    mask = None
+    if call == "mask":  # `[B, 1, 1, T]`, hides the first 3 i tokens of sequence i
+        hidden = 3 * torch.arange(batch, device=device)[:, None]
+        mask = (torch.arange(keys.shape[2], device=device) >= hidden)[:, None, None]
 
     def attend() -> torch.Tensor:
         return keys.attend(AttentionCall.of(query, mask, scaling=shape.head_dim**-0.5), values)
@@ -122,19 +117,12 @@ def compressed_time(
     )  # fmt: skip
 
 
-def _left_padding(keys: View) -> torch.Tensor:
-    """Mask `[B, 1, 1, T]` that hides the first 3 i tokens of sequence i."""
-    batch, _, tokens, _ = keys.shape
-    hidden = 3 * torch.arange(batch, device=keys.device)[:, None]
-    return (torch.arange(tokens, device=keys.device) >= hidden)[:, None, None]
-
-
 def random_view(
     preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fixed: bool = False
 ) -> tuple[View, View, torch.Tensor]:
     """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`.
 
-    They fill a static capacity if `fixed`. Raises ValueError if the preset does not support the shape.
+    They fill a static capacity if `fixed`.
     """
     plan = middle_layer(named_config(preset))
     windows = (plan.sink_tokens, plan.recent_tokens)

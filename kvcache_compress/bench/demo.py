@@ -24,16 +24,7 @@ QUESTION = "What is the pass key? The pass key is"
 
 
 class Demo:
-    """A model and a prompt, for one `answer` from each cache.
-
-    Args:
-        model_name: a model as for `load_model`.
-        presets: presets or YAML files of the compressed caches.
-        new_tokens: tokens of an answer.
-
-    Raises:
-        ValueError: A preset is unknown, or the model is missing, has no attention or too short a context.
-    """
+    """A model and a prompt, for one `answer` from each cache; the arguments are options of `kvcache-compress demo`."""
 
     def __init__(self, model_name: str, presets: Sequence[str], new_tokens: int) -> None:
         self._specs = {FULL: full_cache(), **{name: preset_cache(name) for name in presets}}
@@ -51,8 +42,7 @@ class Demo:
     def answer(self, name: str) -> tuple[float, float, int]:
         """Answer the question from one cache, and print the text as it is generated.
 
-        Returns:
-            Seconds until the first token, seconds per further token, and bytes that the cache holds.
+        Returns seconds until the first token, seconds per further token, and bytes that the cache holds.
         """
         cache, stream = self._specs[name].make(self._model), _Stream(self._tokenizer)
         self._generate(self._prompt, cache, self._new_tokens, stream)

@@ -33,7 +33,6 @@ class Shape(NamedTuple):
 
 SHAPES = {name: Shape(*sizes[1:]) for name, sizes in MODELS.items()}
 
-
 _UNIFORM = {"method": "turboquant", "bits": 4, "codebook": "uniform"}
 VARIANTS = {"uniform-4bit": {"keys": _UNIFORM, "values": _UNIFORM, "sink_tokens": 16, "recent_tokens": 64}}
 """Configurations measured in addition to the presets: uniform levels, which decode in fewer instructions."""
@@ -112,14 +111,8 @@ def encoded_side(
 ) -> View:
     """View of one side of a layer, as in a step of decoding.
 
-    Args:
-        packed: number of compressed tokens.
-        windows: numbers of dense tokens before and after them.
-        codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
-        backend: name of the back end that encodes, here and later.
-
-    Raises:
-        ValueError: the method does not support the head dimension, or `packed` is not a multiple of its group.
+    It has `packed` compressed tokens, a multiple of the method's group, and `windows` dense ones before and after them.
+    `codes` are `encoded` from random tokens, or, for lengths that would take long to encode, `random`.
     """
     device = device or torch.device("cpu")
     first, last = windows

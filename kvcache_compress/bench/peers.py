@@ -49,8 +49,3 @@ ON_GPU: dict[str, Peer] = {
     "flex": flex,
 }
 ON_CPU: dict[str, Peer] = {"sdpa": partial(sdpa, backends=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])}
-
-
-def peers(device: torch.device) -> dict[str, Peer]:
-    """Attention functions to compare with on a device, by name."""
-    return ON_GPU if device.type == "cuda" else ON_CPU

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,15 +22,6 @@ ON_GPU: dict[str, Any] = {"lengths": (8_192, 32_768, 131_072), "dtype": "bfloat1
 ON_CPU: dict[str, Any] = {"lengths": (1_024, 4_096, 16_384), "dtype": "float32"}
 
 
-class BenchResult(NamedTuple):
-    """Times by cache and length, the attention's shape, a copy's bandwidth in GB/s, and a title."""
-
-    rows: list[DecodeTime]
-    shape: Shape
-    bandwidth: float
-    title: str
-
-
 def run_bench(
     model: str,
     presets: Sequence[str],
@@ -42,13 +33,11 @@ def run_bench(
     device: str | None,
     output: Path | None,
     on_row: Callable[[DecodeTime], None],
-) -> BenchResult:
+) -> tuple[list[DecodeTime], Shape, float, str]:
     """Measure one layer's attention over the full cache and over each preset's.
 
     The arguments are the options of `kvcache-compress bench`; `on_row` is called with each time as it is measured.
-
-    Raises:
-        ValueError, OSError: an argument is invalid; raised before anything is measured.
+    Returns all times, the attention's shape, a copy's bandwidth in GB/s, and a title.
     """
     shape = Shape(*model_shape(model)[1:])
     place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -73,4 +62,4 @@ def run_bench(
         contents = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}
         contents |= {"heads": shape._asdict(), "repeats": repeats, "decode": [asdict(row) for row in rows]}
         write_atomically(output, json.dumps(contents, indent=1) + "\n")
-    return BenchResult(rows, shape, bandwidth, f"decode attention of one layer of {name} on {place}, {dtype}")
+    return rows, shape, bandwidth, f"decode attention of one layer of {name} on {place}, {dtype}"

@@ -22,11 +22,6 @@ from .layer import FLUSH_TOKENS
 BF16_BYTES = 2
 
 
-def side_bytes(plan: LayerPlan, head_dim: int) -> float:
-    """Bytes per packed token and head, keys and values together."""
-    return sum(bytes_per_token(plan.layout(side, head_dim)) for side in SIDES)
-
-
 def _rope_groups(config: CompressionConfig, head_dim: int, layers: int) -> set[tuple[int, int]]:
     found = {plan.rope_groups(head_dim) for plan in config.plan(["full_attention"] * layers)}
     return {groups for groups in found if groups is not None}
@@ -56,7 +51,8 @@ def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_h
     """Stored bits per packed number of the compressed layers, including the cos and sin that they share."""
     plans = [plan for plan in config.plan(["full_attention"] * layers) if plan.compresses]
     factors = head_dim * ROPE_DTYPE.itemsize * sum(1 / size for _, size in _rope_groups(config, head_dim, layers))
-    stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + factors
+    layouts = (plan.layout(side, head_dim) for plan in plans for side in SIDES)
+    stored = kv_heads * sum(map(bytes_per_token, layouts)) + factors
     return 8 * stored / (2 * head_dim * kv_heads * len(plans))
 
 
@@ -72,10 +68,7 @@ def cache_bytes(
     """Bytes that a growing cache of a bfloat16 model holds for tokens after a prompt of `tokens` per sequence.
 
     Excludes `rope_bytes` and `constant_bytes`; see `total_bytes`. Methods with statistics pack nothing of prompts that
-    are too short to measure, which does not count here.
-
-    Args:
-        layers: full-attention layers.
+    are too short to measure, which does not count here. `layers` are those with full attention.
     """
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
@@ -118,11 +111,7 @@ MODELS = {
 
 
 def model_shape(model: str) -> ModelShape:
-    """Shape of a model: one of `MODELS` by name, or from the config of a hub id or a folder.
-
-    Raises:
-        ValueError: the model is not found or cannot be compressed, or its config is damaged.
-    """
+    """Shape of a model: one of `MODELS` by name, or from the config of a hub id or a folder."""
     if model in MODELS:
         return MODELS[model]
     from transformers import AutoConfig

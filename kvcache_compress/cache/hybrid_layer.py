@@ -10,11 +10,7 @@ from .layer import CompressedLayer
 
 
 class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
-    """A `CompressedLayer` with Transformers' recurrent state beside it; batch operations apply to both.
-
-    Args:
-        number_of_states: as in Transformers' own layer; all other arguments are those of `CompressedLayer`.
-    """
+    """A `CompressedLayer` with Transformers' recurrent state beside it; batch operations apply to both."""
 
     is_compileable = False
 

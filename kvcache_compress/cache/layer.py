@@ -139,6 +139,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def fused(self) -> bool:
+        """True if steps attend to views."""
         config = self.decoder_config
         if torch.compiler.is_compiling():
             return is_fused(config._attn_implementation)

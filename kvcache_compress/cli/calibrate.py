@@ -57,7 +57,7 @@ def calibrate(
             from kvcache_compress.eval.runner.progress import ProgressLine
             from kvcache_compress.files.lock import only_one
             from kvcache_compress.files.model_file import check_output
-            from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
+            from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, calibrate_commvq
             from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
             from kvcache_compress.modeling.calibration.text import check_files
             from kvcache_compress.modeling.loading import load_model

@@ -15,8 +15,7 @@ import torch
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 from kvcache_compress.validation import StrictOptions
 
-from . import layout
-from .layout import Field
+from .layout import Field, group_tokens
 from .mask import AttentionCall
 from .padding import LeftPadding
 
@@ -130,7 +129,7 @@ class Codec(ABC):
         self.context = context
         self.statistics: Statistics = {}
         self.fields = self.layout(options, context.side, context.head_dim)
-        self.group = layout.group_tokens(self.fields)
+        self.group = group_tokens(self.fields)
 
     @classmethod
     @abstractmethod
@@ -292,10 +291,6 @@ class Codec(ABC):
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
-
-    def bits_per_number(self) -> float:
-        """Stored bits per number, counting every field."""
-        return 8 * layout.bytes_per_token(self.fields) / self.context.head_dim
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,26 +1,19 @@
 """Devices: where constants are made, and where codecs and attention run."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache
+from typing import Any
 
 import torch
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
-
-def on_cpu(make: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function so that it makes constants on the CPU, whatever PyTorch's default device is."""
-
-    @wraps(make)
-    def made(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        with torch.device("cpu"):
-            return make(*arguments, **named)
-
-    return made
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Context, or decorator, in which constants are made on the CPU, whatever PyTorch's default device is."""
+    with torch.device("cpu"):
+        yield
 
 
 def interpreting() -> bool:

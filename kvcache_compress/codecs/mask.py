@@ -149,9 +149,6 @@ class Mask:
             return mask, mask[0, 0]
         return mask[:, :-1], sees(mask).flatten(0, 1).any(0)
 
-    def first_rows(self, count: int) -> Mask:
-        return self if self.tensor is None else Mask(self.tensor[:count])
-
 
 def sees(mask: torch.Tensor) -> torch.Tensor:
     """True where a boolean or additive mask lets a query see a token."""
@@ -190,17 +187,10 @@ class AttentionCall:
     s_aux: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        query: torch.Tensor,
-        mask: Any = None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-    ) -> AttentionCall:
+    def of(cls, query: torch.Tensor, mask: Any = None, **options: Any) -> AttentionCall:
         """Make a call with a mask as Transformers passes it; an unsupported mask counts as None."""
-        return cls(query, Mask(mask if Mask.supports(mask) else None), scaling, softcap, s_aux)
+        return cls(query, Mask(mask if Mask.supports(mask) else None), **options)
 
     def first_rows(self, count: int) -> AttentionCall:
-        return replace(self, query=self.query[:count], mask=self.mask.first_rows(count))
+        mask = self.mask.tensor
+        return replace(self, query=self.query[:count], mask=Mask(None if mask is None else mask[:count]))

@@ -13,10 +13,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path to write to, whose file replaces `path` when the block ends without an error.
 
     The temporary file lies beside the old one and is flushed to disk first. Links are followed, missing folders are
-    created, and the old file's permissions are kept; a new file's follow the umask.
-
-    Raises:
-        OSError: the file cannot be written, or `path` is a folder, a device or a pipe; what was there is unchanged.
+    created, and the old file's permissions are kept. An `OSError` leaves what was there unchanged.
     """
     if not is_replaceable(Path(path)):
         raise OSError(f"{str(path)!r} is not a regular file and cannot be replaced; pass the name of a file")

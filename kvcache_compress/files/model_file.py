@@ -7,19 +7,19 @@ and what the kind adds), and `sha256` of the header and of all tensors.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from os.path import isfile
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvcache_compress.validation import on_one_line
+from kvcache_compress.validation import shortened
 
 from .atomic import is_replaceable, whole_file
 
@@ -63,7 +63,7 @@ class ModelFacts(BaseModel):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Checked file of one model: its header, and the dtypes and shapes of its tensors.
+    """Checked file of one model: its header, and the shapes of its tensors.
 
     what: beginning of error messages, such as `statistics='x.safetensors' for spectral`.
     """
@@ -73,17 +73,16 @@ class ModelFile:
     facts: ModelFacts = field(hash=False)
     header: Mapping[str, Any] = field(hash=False)
     """Entries of the header besides the facts, which depend on the kind of file."""
-    dtypes: Mapping[str, torch.dtype] = field(hash=False)
     shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
 
     @classmethod
-    def open(cls, path: str, what: str, kind: str, version: int, advice: str = "") -> "ModelFile":
+    def open(cls, path: str, what: str, kind: str, version: int, advice: str = "") -> Self:
         """Check a file and read its header, once as long as the file does not change."""
         file = Path(path).expanduser()
         if not isfile(file):
             raise ValueError(f"{what}: no such file. {advice}")
         stat = file.stat()
-        return _open(str(file), what, kind, version, stat.st_mtime_ns, stat.st_size)
+        return cls(**vars(_open(str(file), what, kind, version, stat.st_mtime_ns, stat.st_size)))
 
     def refusal(self, problem: str) -> ValueError:
         return _refusal(self.what, problem)
@@ -109,43 +108,29 @@ class ModelFile:
         first = rank % shares * heads
         return slice(first, first + heads)
 
-    def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """Tensors by name. Raises `ValueError` for one that is missing or not finite."""
-        names = list(names)
-        if missing := [name for name in names if name not in self.shapes]:
-            raise self.refusal(f"it holds no {missing[0]}")
+    def load(self, prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
+        """Tensors whose names begin with `prefix`, by the rest. Raises `ValueError` for one that is not finite."""
         try:
             with safe_open(self.path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in names}
+                tensors = {name: file.get_tensor(name) for name in self.shapes if name.startswith(prefix)}
         except (SafetensorError, OSError) as error:
             raise self.refusal(f"cannot be read: {error}") from None
         if broken := not_finite(tensors):
             raise self.refusal(f"damaged: {broken} holds NaN or infinity")
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return {name.removeprefix(prefix): tensor.to(device) for name, tensor in tensors.items()}
 
 
 @lru_cache(maxsize=8)
 def _open(path: str, what: str, kind: str, version: int, changed: int, size: int) -> ModelFile:
-    return read_model_file(path, what, kind, version, keep=False)[0]
+    return read_model_file(path, what, kind, version)[0]
 
 
-def read_model_file(
-    path: str, what: str, kind: str, version: int, keep: bool = True
-) -> tuple[ModelFile, dict[str, torch.Tensor]]:
-    """Read and check a whole file, and return its header and, if `keep`, its tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    dtypes, shapes = {}, {}
+def read_model_file(path: str, what: str, kind: str, version: int) -> tuple[ModelFile, dict[str, torch.Tensor]]:
+    """Read and check a whole file, and return its header and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            text = metadata.get("header", "")
-            digest = hashlib.sha256(text.encode())
-            for name in sorted(file.keys()):
-                tensor = file.get_tensor(name)
-                _add_to(digest, name, tensor)
-                dtypes[name], shapes[name] = tensor.dtype, tuple(tensor.shape)
-                if keep:
-                    tensors[name] = tensor
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except SafetensorError as error:
         raise _refusal(what, f"damaged, or not a safetensors file: {error}") from None
     except OSError as error:
@@ -154,14 +139,16 @@ def read_model_file(
         raise _refusal(what, f"not a kvcache-compress file of {kind}")
     if metadata.get("version") != str(version):
         raise _refusal(what, f"has format version {metadata.get('version')!r}, but this release reads {str(version)!r}")
-    if digest.hexdigest() != metadata.get("sha256"):
+    text = metadata.get("header", "")
+    if checksum(text, tensors) != metadata.get("sha256"):
         raise _refusal(what, "damaged: its contents do not match its checksum")
     try:
         header = json.loads(text)
         facts = ModelFacts(**header.pop("model"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _refusal(what, f"damaged: its header names no model ({error})") from None
-    return ModelFile(path, what, facts, header, dtypes, shapes), tensors
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return ModelFile(path, what, facts, header, shapes), tensors
 
 
 def write_model_file(
@@ -198,8 +185,9 @@ def check_output(output: Path) -> None:
 def checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of a header and of the names, dtypes, shapes and bytes of all tensors."""
     digest = hashlib.sha256(header.encode())
-    for name in sorted(tensors):
-        _add_to(digest, name, tensors[name])
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -216,10 +204,5 @@ def process_rank() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _add_to(digest: Any, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
 def _refusal(what: str, problem: str) -> ValueError:
-    return ValueError(f"{what}: {on_one_line(problem, _LONGEST_PROBLEM)}")
+    return ValueError(f"{what}: {shortened(' '.join(problem.split()), _LONGEST_PROBLEM)}")

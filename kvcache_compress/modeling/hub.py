@@ -10,11 +10,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def from_cache_or_hub(repo_id: str, load: Callable[[bool], _Loaded]) -> _Loaded:
-    """Load something of a model from the hub's local cache (`load(True)`), else from the hub (`load(False)`).
-
-    Raises:
-        OSError: neither has the model.
-    """
+    """Load something of a model from the hub's local cache (`load(True)`), else from the hub (`load(False)`)."""
     try:
         return load(True)
     except OSError:

@@ -34,10 +34,7 @@ LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def load_model(
     name: str = SMOLLM2, *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
 ) -> LoadedModel:
-    """Load a causal language model, in evaluation mode, and its tokenizer.
-
-    Shows nothing on the terminal except a download's progress. An unreachable hub fails at once instead of after
-    minutes of retries; with `HF_HUB_OFFLINE=1` it is not contacted.
+    """Load a causal language model, in evaluation mode, and its tokenizer, which has a pad token and pads on the left.
 
     Args:
         name: `"smollm2-135m"`, a model id on the Hugging Face hub (a copy in its local cache is used as it is), a
@@ -48,9 +45,6 @@ def load_model(
             and loads in about a second; it can be deleted at any time.
         dtype: dtype of the weights.
         device: device of the model, by default the CPU.
-
-    Returns:
-        The model and a tokenizer that has a pad token and pads on the left, as batched generation needs.
 
     Raises:
         ValueError: the model was not found (the message says what to do) or is damaged, or there is no such device.
@@ -106,10 +100,8 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
 def _find_carried_gguf() -> Path | None:
     # Do not import the package, because its dependencies are not installed.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for gguf_file in sorted(Path(folder).glob("*.gguf")):
-            return gguf_file
-    return None
+    folders = spec.submodule_search_locations if spec else None
+    return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def _load_from_hub(repo_id: str, dtype: torch.dtype) -> LoadedModel:

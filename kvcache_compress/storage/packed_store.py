@@ -1,13 +1,12 @@
 """Buffers of one side of a layer: packed fields and the dense tail."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kvcache_compress.codecs.base import Fields
-from kvcache_compress.codecs.layout import Field
+from kvcache_compress.codecs.layout import Field, group_tokens
 
 SLACK = 1 / 32
 """Largest share of a growing buffer that may be unused."""
@@ -32,7 +31,7 @@ class PackedStore:
 
     def __init__(self, fields: tuple[Field, ...], batch: int, heads: int, device: torch.device) -> None:
         self.fields = fields
-        self.group = math.lcm(*(field.tokens for field in fields))
+        self.group = group_tokens(fields)
         self.tokens = 0
         self.capacity = 0
         self.is_static = False

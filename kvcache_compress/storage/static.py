@@ -1,11 +1,7 @@
 """Storage of a static layer: decode steps with static shapes that never wait for the device (CUDA graphs).
 
-Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps, but the counts are
-tensors and the tail is circular. A kernel encoder encodes a whole flush in the step in which it becomes packed. Without
-one, each step encodes as many tokens as it adds, so that all steps cost the same; those tokens still become packed
-`Windows.flush` at a time.
-
-On CPUs, which have no graphs, a static layer uses a `DynamicStorage` with a capacity.
+Codes are those of a growing layer, at the same steps, but the counts are tensors and the tail is circular. Without a
+kernel encoder each step encodes as many tokens as it adds, which still become packed `Windows.flush` at a time.
 """
 
 import copy
@@ -29,9 +25,7 @@ class StaticStorage:
     `StaticStorage`. Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier
     steps, which cannot raise on a GPU themselves.
 
-    Args:
-        dynamic: a storage that `is_loadable`; its tokens and packed buffers are taken over.
-        buffers: buffers of the previous `StaticStorage`, reused if they fit.
+    It takes over a `dynamic` storage that `is_loadable`, and reuses the previous one's `buffers` if they fit.
     """
 
     def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
@@ -80,7 +74,11 @@ class StaticStorage:
     @property
     def tokens(self) -> int:
         """Tokens per sequence."""
-        self._raise_for_faults()
+        checks = self._carrier.checks
+        checks.raise_for_known()
+        if fault := int(self.buffers.fault.amax()):
+            full = full_error(checks.layer, self.buffers.capacity)
+            raise full if fault == FULL else not_packable_error("keys or values", checks.layer)
         return int(self.buffers.length)
 
     @property
@@ -152,12 +150,3 @@ class StaticStorage:
         if dynamic.track is not None and dynamic.leads_track:
             dynamic.track.tokens = length  # steps do not update it
         return dynamic
-
-    def _raise_for_faults(self) -> None:
-        checks = self._carrier.checks
-        checks.raise_for_known()
-        if not (fault := int(self.buffers.fault.amax())):
-            return
-        if fault == FULL:
-            raise full_error(checks.layer, self.buffers.capacity)
-        raise not_packable_error("keys or values", checks.layer)

@@ -65,12 +65,6 @@ class StepBuffers:
         """Return the tail slots of tokens `[start, stop)`, counted from the end of the sinks."""
         return (torch.arange(start, stop) % self.windows.tail_capacity).to(self.counts.device)
 
-    def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
-        """Return the fault of a step's tokens, int64 `[]`, or 0."""
-        good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
-        fault = torch.where(good, 0, NOT_FINITE)
-        return torch.where(self.length + fresh["keys"].shape[2] > self.capacity, FULL, fault)
-
     def step(
         self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None
     ) -> None:
@@ -79,7 +73,9 @@ class StepBuffers:
         All shapes depend only on n, and nothing is read back. `counter`, int64 `[]`, receives the number of tokens.
         """
         windows, count = self.windows, fresh["keys"].shape[2]
-        self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
+        good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
+        fault = torch.where(self.length + count > self.capacity, FULL, torch.where(good, 0, NOT_FINITE))
+        self.fault.copy_(torch.maximum(self.fault, fault))
         positions = torch.arange(count, device=self.length.device) + self.length
         tail_slots = torch.where(
             positions < windows.sinks, windows.tail_capacity, (positions - windows.sinks) % windows.tail_capacity

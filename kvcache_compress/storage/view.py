@@ -6,13 +6,13 @@ import copy
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.device import on_device
@@ -25,7 +25,7 @@ from .packed_store import PackedStore
 from .shared.rope_track import RopeTrack
 from .shared.slots import Slots
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time, a multiple of every group size."""
 
@@ -55,31 +55,20 @@ class AttentionPath(ABC):
 
 
 class Owner(Protocol):
-    """The part of a layer that views and compiled steps use; `number` is from `compile_ops.register`."""
+    """The part of a layer that views and compiled steps use, described in `CompressedLayer`."""
 
     decoder_config: Any
     number: int
     track: RopeTrack | None
 
     @property
-    def fused(self) -> bool:
-        """True if steps attend to views."""
-
+    def fused(self) -> bool: ...
     @property
-    def awaits_queries(self) -> bool:
-        """True if packing must wait until `close` brings the step's queries."""
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]:
-        """Store new keys and values `[B, H, n, D]` and return the views that this step attends to."""
-
-    def views(self) -> tuple[View, View]:
-        """Views of all keys and values, as the latest step attends to them."""
-
-    def close(self, call: AttentionCall | None) -> None:
-        """End a step: pack the tokens that had to wait for its queries."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will attend to."""
+    def awaits_queries(self) -> bool: ...
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]: ...
+    def views(self) -> tuple[View, View]: ...
+    def close(self, call: AttentionCall | None) -> None: ...
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]: ...
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
@@ -172,20 +161,15 @@ class View:
         """
         path = path or self.path(call, values) or self.backend
         assert path is not None
-        record(path.name, call.query.shape[2])
         if call.mask.tensor is not None or self.slots is not None or self.padding is not None:
             call = replace(call, mask=self._stored_mask(call, path))
         with on_device(call.query):
             return path.attend(call, self, values)
 
-    def close(self, call: AttentionCall) -> bool:
-        """Let the layer pack tokens that had to wait for this call's queries; True if this step had such tokens.
-
-        If layers share keys and values, the first one to attend closes the step; later calls change nothing.
-        """
+    def close(self, call: AttentionCall) -> None:
+        """Let the layer pack tokens that had to wait for this call's queries."""
         if self.awaited_queries and self.owner is not None and self.owner.awaits_queries:
             self.owner.close(replace(call, mask=self.over_tokens(call.mask)))
-        return self.awaited_queries
 
     def over_tokens(self, mask: Mask) -> Mask:
         """Trim a mask to the stored tokens."""
@@ -278,7 +262,12 @@ class View:
     def _decoded(self) -> torch.Tensor:
         """Decode for code that is not ours, with a warning if that code is a model's attention."""
         if self.owner is not None and not torch.compiler.is_compiling():
-            _warn_of_decoding(self.owner.decoder_config.model_type)
+            _warn_once(
+                "fused attention has no effect on %s: its attention transforms the cached keys and values itself, so "
+                "each step decodes them. Results are right, but not faster. To avoid this message, call "
+                "disable_fused_attention(model), or compress with fused=False",
+                self.owner.decoder_config.model_type,
+            )
         return self.dense()
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
@@ -299,12 +288,8 @@ class View:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def plain(value: Any) -> Any:
-            if isinstance(value, View):
-                return value._decoded()
-            return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-        return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
+        args, kwargs = tree_map_only(View, View._decoded, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -322,9 +307,6 @@ class HandedOut:
     def __reduce__(self) -> tuple[type[HandedOut], tuple[()]]:
         return HandedOut, ()
 
-    def __len__(self) -> int:
-        return len(self._views)
-
     def add(self, owner: Owner, *views: View) -> None:
         self._views, awaits = [view for view in self._views if view() is not None], owner.awaits_queries
         for view in views:
@@ -335,16 +317,6 @@ class HandedOut:
         """Copy the content of views still in use, before a change that may keep only the first `kept` tokens."""
         if self._views:
             self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
-
-
-@cache
-def _warn_of_decoding(model_type: str) -> None:
-    logger.warning(
-        "fused attention has no effect on %s: its attention transforms the cached keys and values itself, so each step "
-        "decodes them. Results are right, but not faster. To avoid this message, call disable_fused_attention(model), "
-        "or compress with fused=False",
-        model_type,
-    )
 
 
 def _decoding(name: str) -> Callable[..., Any]:
@@ -358,37 +330,3 @@ def _decoding(name: str) -> Callable[..., Any]:
 _OPERATORS = "add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne"
 for _name in _OPERATORS.split():
     setattr(View, f"__{_name}__", _decoding(f"__{_name}__"))
-
-
-class PathTaken(NamedTuple):
-    """Path of one attention call, and its number of queries."""
-
-    path: str
-    queries: int
-
-
-_RECORDS: list[list[PathTaken]] = []
-
-
-@contextmanager
-def record_paths() -> Iterator[list[PathTaken]]:
-    """Record the path of every attention call over a compressed layer, in order, within the block.
-
-    Calls of a first prompt are not recorded, because nothing is compressed yet.
-
-        with record_paths() as taken:
-            model.generate(**inputs, past_key_values=cache)
-        print(Counter(taken))
-    """
-    taken: list[PathTaken] = []
-    _RECORDS.append(taken)
-    try:
-        yield taken
-    finally:
-        _RECORDS[:] = [records for records in _RECORDS if records is not taken]
-
-
-def record(path: str, queries: int) -> None:
-    """Add a call to the open `record_paths` blocks."""
-    for taken in _RECORDS:
-        taken.append(PathTaken(path, queries))

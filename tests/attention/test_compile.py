@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config, small_config, small_model
+from support.recorded_paths import record_paths
 from transformers import CompileConfig, PreTrainedModel
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.storage.view import record_paths
 
 STEPS = 36
 """Steps; enough to cross a flush and to grow buffers."""

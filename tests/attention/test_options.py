@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.small_model import VOCAB, method_config, small_model
+from support.recorded_paths import record_paths
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -14,7 +15,6 @@ from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention import interface
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.storage.view import record_paths
 
 LENGTHS = torch.tensor([0, 1])
 IDLE: dict[str, Any] = {
@@ -34,7 +34,7 @@ IDLE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _start() -> None:
-    interface._WARNED.clear()
+    interface._warn_once.cache_clear()
 
 
 def unsupported(model: PreTrainedModel, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config, small_config, small_model
+from support.recorded_paths import record_paths
 
 from kvcache_compress import CompressedCache, TurboQuantCache, enable_fused_attention
 from kvcache_compress.backends import triton
@@ -15,7 +16,6 @@ from kvcache_compress.backends.torch import TorchBackend
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.methods.kivi import KIVICodec
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
-from kvcache_compress.storage.view import record_paths
 
 
 class EvenBits(TorchBackend):

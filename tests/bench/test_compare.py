@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.mask import Mask
-from kvcache_compress.storage.shared.rope_track import _warn_of_positions
+from kvcache_compress.storage.shared.rope_track import _warn_once
 from kvcache_compress.storage.view import View
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, fa
 
 @pytest.mark.parametrize("name", ["polarquant-rope-4bit", "commvq-2bit"])
 def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_positions.cache_clear()
+    _warn_once.cache_clear()
     found = decode.compressed_time(name, "tiny", TINY, 3, 64, CPU, torch.float32, 1)
     assert 0 < (found.attention_error or 0) < 1e-5
     assert found.milliseconds
@@ -113,11 +113,11 @@ def test_masked_and_fixed_calls_are_compared(name: str, call: str, monkeypatch: 
 def test_other_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest library that is right counts; what is wrong or fails is named."""
     wrong = {"zeros": lambda query, *_: lambda: torch.zeros_like(query)}
-    monkeypatch.setattr(decode, "peers", lambda _: wrong | peers.ON_CPU)
+    monkeypatch.setattr(decode, "ON_CPU", wrong | peers.ON_CPU)
     found = decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
     assert found.libraries == {
         "zeros": "attention differs by 1.0e+00 of its size, more than 1.0e-02", "sdpa": found.milliseconds
     }  # fmt: skip
-    monkeypatch.setattr(decode, "peers", lambda _: wrong)
+    monkeypatch.setattr(decode, "ON_CPU", wrong)
     with pytest.raises(ValueError, match=r"zeros: attention differs by 1\.0e\+00 of its size"):
         decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)

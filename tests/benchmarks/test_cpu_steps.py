@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from cpu import measure_steps
 from support.models.small_model import VOCAB, small_model
+from support.recorded_paths import record_paths
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.storage.view import record_paths
 
 
 class Broken(DynamicCache):

@@ -75,9 +75,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Callabl
     monkeypatch.setattr(module, name, wrong)
 
 
-def flip_flushed(_: Any, *args: Any) -> None:
-    fields, at = args[4:6]
-    fields[0][:, :, at:] ^= 0x5555
+def flip_flushed(_: Any, state: Any, *args: Any) -> None:
+    state.store.buffers[0][:, :, state.store.tokens :] ^= 0x5555
 
 
 def spoil_appended(_: Any, *args: Any) -> None:
@@ -85,9 +84,8 @@ def spoil_appended(_: Any, *args: Any) -> None:
     k_tail[:, :, at - 1] += 3
 
 
-def flip_written(_: Any, *args: Any) -> None:
-    fields, counts = args[4:6]
-    fields[1][0][:, :, max(0, int(counts[1, 0]) - 1) :] ^= 0x5555
+def flip_written(_: Any, buffers: Any, sides: Any, *args: Any) -> None:
+    sides["values"].store.buffers[0][:, :, max(0, int(buffers.packed) - 1) :] ^= 0x5555
 
 
 WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config, small_config, small_model
+from support.recorded_paths import record_paths
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.storage.view import record_paths
 
 PROMPT, STEPS = 60, 4
 

@@ -11,6 +11,7 @@ from support.cache_name import with_cache
 from support.models import family_cases
 from support.models.small_model import HEAD_DIM, HEADS, method_config, small_config
 from support.oracle import assert_close_but_for_flips, examples
+from support.recorded_paths import record_paths
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
@@ -18,7 +19,6 @@ from kvcache_compress import CompressedCache, compress, disable_fused_attention,
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
 from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.storage.view import record_paths
 
 SINKS, RECENT, LAYERS = 4, 16, 3
 PLAIN: dict[str, Any] = {"method": "turboquant", "bits": 2, "center": "off", "equalize": "off"}

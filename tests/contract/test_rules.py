@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.oracle import TOLERANCE, assert_close_but_for_flips, few, label
+from support.recorded_paths import record_paths
 
 from kvcache_compress import enable_fused_attention
-from kvcache_compress.storage.view import record_paths
 
 
 @few

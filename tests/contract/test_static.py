@@ -10,6 +10,7 @@ import torch
 from support.cache_name import with_cache
 from support.kernels.attention_cases import attended
 from support.oracle import CONFIGS, TOLERANCE, assert_close_but_for_flips, label
+from support.recorded_paths import PathTaken, record_paths
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
@@ -20,7 +21,7 @@ from kvcache_compress.backends.tiled import TILED
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.storage.view import PathTaken, View, record_paths
+from kvcache_compress.storage.view import View
 
 CAPACITY = 230
 both_kinds_of_steps = pytest.mark.parametrize("capacity", ["static", "static_shapes"], indirect=True)

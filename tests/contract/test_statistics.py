@@ -98,7 +98,7 @@ def test_evaluation_shows_the_queries(config: dict[str, Any]) -> None:
 
 def test_keys_alone(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Without fused attention keys alone decide, at once: less is saved, but most of it, and that is said once."""
-    equalization._warn_of_queries.cache_clear()
+    equalization._warn_once.cache_clear()
     model = with_outlier_channels(small_model())
     off = {**config, "keys": {**config["keys"], "equalize": "off"}}
     assert loss(model, config) < 0.5 * loss(model, off)

@@ -138,7 +138,7 @@ def test_views_that_nobody_holds_cost_nothing(filled: Any) -> None:
         for count in (40, 1, 1):
             update(filled, count, 7)
     assert not released.called
-    assert all(len(layer.handed_out) == 2 for layer in filled.compressed_layers.values())
+    assert all(len(layer.handed_out._views) == 2 for layer in filled.compressed_layers.values())
     assert filled.packed_tokens > 0
 
 

@@ -99,7 +99,7 @@ def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
 )
 def test_tree(dim: int, bits: tuple[int, ...]) -> None:
     """Online codebooks with arbitrary boundaries; vectors with zeros and NaN."""
-    levels = polar_tree.full_depth(dim)
+    levels = (dim & -dim).bit_length() - 1
     bits = (bits + bits[-1:] * levels)[:levels]
     tree = polar_tree.polar_tree(dim, bits)
     y = torch.randn(2, 3, 37, dim, generator=torch.Generator().manual_seed(dim))

@@ -18,7 +18,7 @@ from kvcache_compress.eval.tasks.longbench.prompts import read_templates
 from kvcache_compress.eval.tasks.samples import read_jsonl
 from kvcache_compress.eval.tasks.scoring import read_texts
 from kvcache_compress.files.text import parse_json, parse_yaml
-from kvcache_compress.validation import on_one_line, shortened
+from kvcache_compress.validation import shortened
 
 SIDES = "keys: {method: kivi, bits: 4}\nvalues: {method: kivi, bits: 2}\n"
 
@@ -173,8 +173,7 @@ def test_options_of_benchmarks_are_of_their_types() -> None:
 def test_long_messages_keep_their_start_and_their_end() -> None:
     long = f"what is wrong: {'x' * 5000}. The remedy"
     assert shortened("short") == "short"
-    assert on_one_line("a\n  b", 100) == "a b"
-    cut = on_one_line(long, 300)
+    cut = shortened(long, 300)
     assert len(cut) <= 300
     assert cut.startswith("what is wrong: xxx")
     assert cut.endswith("x. The remedy")

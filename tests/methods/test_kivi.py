@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.method_cases import make_codec
+from support.method_cases import bits_per_number, make_codec
 
 
 def grid(bits: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_error_bound(side: str, group_size: int, bits: int) -> None:
 def test_real_bits(side: str, bits: int, group_size: int, real: float) -> None:
     """b bits are b + 32 / group_size: a scale and a zero point of 16 bits per group."""
     codec = make_codec("kivi", 128, side, bits=bits, group_size=group_size)
-    assert codec.bits_per_number() == real
+    assert bits_per_number(codec) == real
     x = torch.randn(1, 2, 256, 128)
     assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == real
 

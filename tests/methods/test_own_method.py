@@ -7,7 +7,7 @@ import pytest
 import torch
 from own_method import RoundingCodec
 from support.cache_name import with_cache
-from support.method_cases import make_codec
+from support.method_cases import bits_per_number, make_codec
 from support.models.small_model import small_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
@@ -28,7 +28,7 @@ def test_it_is_one_short_file() -> None:
 @pytest.mark.parametrize("bits", [2, 5])
 def test_numbers_are_rounded_to_the_nearest(bits: int) -> None:
     codec = make_codec("rounding", 64, bits=bits)
-    assert codec.bits_per_number() == bits + 16 / 64
+    assert bits_per_number(codec) == bits + 16 / 64
     assert codec.group == 1
     x = torch.randn(2, 1, 100, 64)
     fields = codec.encode(x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config, small_model
+from support.recorded_paths import record_paths
 
 from kvcache_compress import (
     CompressedCache,
@@ -16,7 +17,6 @@ from kvcache_compress import (
 )
 from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.storage.view import record_paths
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra `clients`)")
 CONFIG = method_config("turboquant")

@@ -235,7 +235,7 @@ NO_EFFECT = "fused attention has no effect on "
 @pytest.fixture(autouse=True)
 def fresh_warnings() -> None:
     """Forget the models that earlier tests were warned about."""
-    view._warn_of_decoding.cache_clear()
+    view._warn_once.cache_clear()
 
 
 pinned = pytest.mark.skipif(transformers.__version__ != PINNED, reason=f"sizes and the page are for {PINNED}")

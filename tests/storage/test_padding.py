@@ -51,7 +51,7 @@ def test_a_batch_that_never_arrived_is_forgotten() -> None:
 
 
 def test_unknown_padding_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    module._warn_of_padding.cache_clear()
+    module._warn_once.cache_clear()
     x = torch.randn(2, 1, 5, 8)
     with caplog.at_level(logging.WARNING):
         PaddingRecord().begin(x[:1].expand(2, -1, -1, -1))

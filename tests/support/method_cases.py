@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvcache_compress.codecs.base import Codec, CodecContext
+from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.shared.rope_track import RopeTrack
@@ -93,3 +94,8 @@ def random_track(layout: RopeLayout, batch: int, tokens: int, first: int = 0, st
     track.inputs = (angles.cos(), angles.sin())
     track.extend(0, torch.empty(batch, 1, tokens, 1))
     return track
+
+
+def bits_per_number(codec: Codec) -> float:
+    """Stored bits per number, counting every field."""
+    return 8 * bytes_per_token(codec.fields) / codec.context.head_dim

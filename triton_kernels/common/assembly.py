@@ -25,7 +25,6 @@ def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, 
     """Instructions that look up codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`, as two pairs of levels.
 
     outputs: registers of the pairs (A_i, B_i) and (A_j, B_j).
-
     table: low bytes of the first four levels, low bytes of the others, then their high bytes likewise.
     signs: a register with the sign bits of the four levels, inverted, where the table holds magnitudes.
     """

@@ -104,11 +104,7 @@ class Launch:
         self.compiled: Any = None
 
     def first(self, inputs: dict[str, Any]) -> None:
-        """Launch it by Triton, with tensors, and keep the compiled kernel.
-
-        Raises:
-            RuntimeError: the compiled kernel is wrong, see `check_lanes`.
-        """
+        """Launch it by Triton, with tensors, and keep the compiled kernel, if it passes `check_lanes`."""
         changing = {name: inputs[source] for name, source in self.changing.items()}
         compiled = self.kernel[self.grid](**self.constant, **changing)
         if compiled is not None and compiled.hash not in _checked:
@@ -132,11 +128,7 @@ class Plan:
     """The launches of one call and their scratch memory, for all calls like it."""
 
     def __init__(
-        self,
-        calls: Sequence[KernelCall],
-        inputs: dict[str, Any],
-        scratch: dict[str, torch.Tensor],
-        repeat: bool,
+        self, calls: Sequence[KernelCall], inputs: dict[str, Any], scratch: dict[str, torch.Tensor], repeat: bool
     ) -> None:
         """Plan the kernels `calls`; among their arguments are `inputs`, and `scratch` that one fills for another.
 

@@ -211,12 +211,11 @@ def bits_side(codebook: torch.Tensor) -> KernelSide:
     return KernelSide(accumulate_bits, meta, code_tiles(bits) * heads, tokens=64, warps=8, matrix=matrix)
 
 
-@on_cpu
+@on_cpu()
 def books_side(books: torch.Tensor, row: int, rope: RopeLayout | None) -> KernelSide:
     """Kernel operands of the codebooks of `ResidualBooks`, of keys if there is a `rope`, else of values.
 
     row: bytes of a token's codes.
-
     Code space: of keys, tiles of pairs by group, real parts first; of values, channels.
     """
     device, (_, groups, rounds, centres, *_, width) = books.device, books.shape

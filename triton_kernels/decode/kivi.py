@@ -238,14 +238,10 @@ def kivi_side(context: CodecContext, bits: int, group: int) -> KernelSide:
     if folded and not keys:
         side.widths = (*tiles, 16)
         rows = in_place.places_undone(identity, bits) / in_place.UNIT.value
-        side.matrix = torch.cat([rows, _zeros_of_groups(identity, groups)], 1) / weight_unit(bits)
+        group = torch.arange(width, device=device) * groups // width
+        column = group // 2 + group % 2 * 8  # sums of zero points, even groups first
+        zeros = (torch.arange(16, device=device)[:, None] == column).to(rows)[None]
+        side.matrix = torch.cat([rows, zeros], 1) / weight_unit(bits)
     elif padded_width(width) != width:
         side.matrix = (identity.mT if keys else identity).contiguous()
     return side
-
-
-def _zeros_of_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:
-    """Rows `[1, 16, D]` of a map from the sums of zero points, even groups first."""
-    group = torch.arange(rows.shape[2], device=rows.device) * groups // rows.shape[2]
-    column = group // 2 + group % 2 * 8
-    return (torch.arange(16, device=rows.device)[:, None] == column).to(rows)[None]

@@ -94,7 +94,7 @@ def fits(tree: PolarTree, coded: bool) -> bool:
     return tree.head_dim == 128 and (bits in WHOLE or (bits in FOUR_LEVELS and not coded))
 
 
-@on_cpu
+@on_cpu()
 def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
     """`KernelSide.words` for `column_tiles`: tables of levels, then the shifts of their words in each column.
 
@@ -110,7 +110,7 @@ def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
     return torch.cat([*tables, places.flatten()])
 
 
-@on_cpu
+@on_cpu()
 def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
     """Radii of level 3, `[8, 256, 2]`, by column and `coarse_radii`'s index of the codes of levels 4 to 7."""
     table = torch.empty(8, 256, 2)
@@ -125,13 +125,13 @@ def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
     return table
 
 
-@on_cpu
+@on_cpu()
 def odd_rows() -> torch.Tensor:
     """Changes to the shifts of words in even and odd rows, 0 and 16, as the bits of 16-bit numbers."""
     return torch.tensor([0, 16], dtype=torch.int16).view(torch.float16).float()
 
 
-@on_cpu
+@on_cpu()
 def tile_order(keys: bool) -> torch.Tensor:
     """Coordinate of code space in each column of the tiles, int64 `[128]`.
 

@@ -213,7 +213,8 @@ def polarquant_rope_side(
     )
     if fast:
         side.places = padded_words(pairs)
-        words = _angle_tables(points), lookup.even_table(codes.radius_bits), assembly.places(side.places)
+        angles = (assembly.byte_table(-part, 3) for part in points[:8].T.cpu())  # the tables of `directions`
+        words = *angles, lookup.even_table(codes.radius_bits), assembly.places(side.places)
         side.words = torch.cat(words).to(points.device)
     return side
 
@@ -222,8 +223,3 @@ def _fits(points: torch.Tensor, width: int) -> bool:
     """True if `directions` can unpack codes of `width` channels to these unit vectors `[angles, 2]`."""
     mirrored = torch.allclose(points[:8], points[:8].flip(0, 1), atol=1e-6)
     return lookup.fits(width, 1) and (len(points) == 16 or (len(points) == 32 and mirrored))
-
-
-def _angle_tables(points: torch.Tensor) -> torch.Tensor:
-    """Lookup tables that `directions` expects at the start of `words`: int32 `[8]`."""
-    return torch.cat([assembly.byte_table(-part, 3) for part in points[:8].T.cpu()])

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import Field
+from kvcache_compress.storage.checks import LONGEST
+from kvcache_compress.storage.side import SideState
 from kvcache_compress.triton_kernels.common.codes import NewTile
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import portable, repeated
@@ -71,11 +73,7 @@ def flush_kernel(
 
 
 def encode(
-    encoder: KernelEncoder,
-    x: torch.Tensor,
-    fields: tuple[torch.Tensor, ...],
-    at: int,
-    rope: torch.Tensor | None = None,
+    encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int, rope: torch.Tensor | None = None
 ) -> None:
     """Encode `x` `[B, H, T, D]`, T a multiple of the group, as tokens `[at, at + T)` of a side's `fields`.
 
@@ -113,16 +111,14 @@ def encoded(
     return fields
 
 
-def flush(
-    encoder: KernelEncoder, x: torch.Tensor, tokens: int, kept: int, fields: tuple[torch.Tensor, ...], at: int,
-    following: torch.Tensor, good: torch.Tensor, longest: float, rope: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Encode the first `tokens` of a tail `x` `[B, H, capacity, D]` and move the next `kept` to the tail `following`.
+def flush(state: SideState, tokens: int, following: torch.Tensor, good: torch.Tensor) -> None:
+    """Encode the first `tokens` of a side's tail into its store, and move the others to `following`.
 
-    `tokens` is a multiple of 16 and of the group. The encoded become tokens `[at, at + tokens)` of `fields`, the moved
-    the first of `following` `[B, H, capacity, D]`. `good`, int32, becomes 0 if an encoded vector is not finite or
-    longer than `longest`. `rope` is as in `encode`.
+    `tokens` is a multiple of 16 and of the group; the caller counts them. `following` is `[B, H, capacity, D]`. `good`,
+    int32, becomes 0 if an encoded vector is not finite or longer than `LONGEST`.
     """
+    encoder, x, at, rope = state.codec.kernel_encoder, state.tail.buffer, state.store.tokens, state.rope_rows
+    fields, kept = state.store.writable_buffers(tokens, growing=True), state.tail.tokens - tokens
     batch, heads, tail_capacity, dim = x.shape
     inputs = dict(
         p_x=x, p_next=following, p_good=good, fields=fields, tables=encoder.tables, tokens=tokens, kept=kept, at=at,
@@ -134,11 +130,11 @@ def flush(
         block = max(FEW_TOKENS, encoder.group)
         return (-(-(tokens + kept) // block), batch * heads, 1), dict(
             H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
-            PRECISION=exact_precision(), LONGEST=longest, BLOCK=block,
+            PRECISION=exact_precision(), LONGEST=LONGEST, BLOCK=block,
             num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(fusion=False),
         )  # fmt: skip
 
-    kind = batch, heads, dim, tokens + kept, longest, x.dtype, encoder.kind, dtypes(fields, rope)
+    kind = batch, heads, dim, tokens + kept, x.dtype, encoder.kind, dtypes(fields, rope)
     repeated(flush_kernel, inputs, kind, complete, x.device)
 
 

@@ -7,13 +7,17 @@ has its own counters: none is overwritten while another program may still read i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.base import Side
+from kvcache_compress.storage.checks import LONGEST
+from kvcache_compress.storage.side import SideState
+from kvcache_compress.storage.step_buffers import StepBuffers
 from kvcache_compress.triton_kernels.common.codes import NewTile
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import repeated
@@ -135,43 +139,25 @@ def write_slots_kernel(
 
 
 def write_slots(
-    fresh: Sequence[torch.Tensor],
-    sinks: Sequence[torch.Tensor],
-    tails: Sequence[torch.Tensor],
-    encoders: Sequence[KernelEncoder | None],
-    fields: Sequence[tuple[torch.Tensor, ...]],
-    counts: torch.Tensor,
-    total: torch.Tensor | None,
-    *,
-    recent: int,
-    flush: int,
-    capacity: int,
-    packed_capacity: int,
-    longest: float,
-    rope: torch.Tensor | None = None,
+    buffers: StepBuffers,
+    sides: Mapping[Side, SideState],
+    fresh: Mapping[Side, torch.Tensor],
+    counter: torch.Tensor | None,
 ) -> None:
-    """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `tails` `[B, H, R + 1, D]`.
-
-    Args:
-        encoders: kernel encoders of the sides that have one; they encode `flush` tokens at a time.
-        fields: all stored fields of each side.
-        counts: int64 `[3, 2 B H]`: tokens, packed tokens (equal within a row), and faults: 1 if a vector is not finite
-            or longer than `longest`, 2 if there are more tokens than `capacity`.
-        total: int64 `[]`, also receives the number of tokens.
-        capacity: tokens that the layer may hold.
-        packed_capacity: packed tokens that the layer may hold.
-        rope: cos and sin `[B, groups, 2 * rotary]` of the first token of each packed group, for encoders that use them.
-    """
-    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh)
-    k_encoder, v_encoder = (encoder or UNENCODED for encoder in encoders)
+    """Run a step as `StepBuffers.step` does, but leave sides without a kernel encoder unencoded."""
+    windows, counts, rope = buffers.windows, buffers.counts, sides["keys"].rope_rows
+    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh.values())
+    sinks, tails = list(buffers.sinks.values()), list(buffers.tail.values())
+    fields = [state.store.buffers for state in sides.values()]
+    k_encoder, v_encoder = (state.codec.kernel_encoder or UNENCODED for state in sides.values())
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
     s_v_b, s_v_h, s_v_t, _ = values.stride()
     inputs = dict(
         p_k=keys, p_v=values, keys=(sinks[0], tails[0], *fields[0]), values=(sinks[1], tails[1], *fields[1]),
         k_tables=k_encoder.tables, v_tables=v_encoder.tables, p_counts=counts,
-        p_total=counts if total is None else total,
-        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, capacity=capacity,
-        packed_capacity=packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        p_total=counts if counter is None else counter,
+        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, capacity=buffers.capacity,
+        packed_capacity=windows.packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
         **rope_inputs(rope, fields[0][0]),
     )  # fmt: skip
 
@@ -182,15 +168,16 @@ def write_slots(
             for tail, encoder in zip(tails, (k_encoder, v_encoder), strict=True)
         )
         step = Step(
-            heads, count, next_power_of_2(count), sinks[0].shape[2], tails[0].shape[2] - 1, recent, flush, longest
+            heads, count, next_power_of_2(count), windows.sinks, windows.tail_capacity, windows.recent, windows.flush,
+            LONGEST,
         )  # fmt: skip
         return (batch * heads, 2, 1), dict(
             K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step,
-            PRECISION=exact_precision(), COUNTED=total is not None, num_warps=4, **launch_options(fusion=False),
+            PRECISION=exact_precision(), COUNTED=counter is not None, num_warps=4, **launch_options(fusion=False),
         )  # fmt: skip
 
     kind = (
-        keys.shape, tails[0].shape, tails[1].shape[3], sinks[0].shape[2], recent, flush, longest, total is None,
+        keys.shape, tails[0].shape, tails[1].shape[3], windows.sinks, windows.recent, windows.flush, counter is None,
         k_encoder.kind, v_encoder.kind, keys.dtype, tails[0].dtype, dtypes(fields[0], rope), dtypes(fields[1]),
     )  # fmt: skip
     repeated(write_slots_kernel, inputs, kind, complete, counts.device)

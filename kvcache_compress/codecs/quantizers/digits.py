@@ -158,7 +158,7 @@ class Tables(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-@on_cpu
+@on_cpu()
 def tables(device: torch.device) -> Tables:
     """Tables on `device`, made once."""
     with torch.inference_mode(False):  # the cached tables must also work outside of inference mode

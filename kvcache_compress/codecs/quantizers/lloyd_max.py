@@ -41,7 +41,7 @@ class _CoordinateDensity:
 
 
 @lru_cache(maxsize=256)
-@on_cpu
+@on_cpu()
 def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels of the best quantizer for one coordinate on the unit sphere, float64 `[2 ** bits]`.
 
@@ -76,7 +76,7 @@ def interpolated(cumulative: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-@on_cpu
+@on_cpu()
 def uniform_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels of the best uniform symmetric quantizer for one coordinate on the unit sphere, float64 `[2 ** bits]`."""
     density = _CoordinateDensity(dim)

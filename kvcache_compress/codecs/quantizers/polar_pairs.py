@@ -38,7 +38,7 @@ def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
     return (real * real + imaginary * imaginary).double().sqrt().float()
 
 
-@on_cpu
+@on_cpu()
 def quarter_bounds(bits: int) -> torch.Tensor:
     """cos and sin of the lower cell boundaries in the first quadrant, float32 `[2 ** (bits - 2), 2]`."""
     angles = torch.arange(2 ** (bits - 2), dtype=torch.float64) * (2 * math.pi / 2**bits)

@@ -92,11 +92,6 @@ class PolarTree:
         return (*(field for planes in codes for field in planes), Field("radius", radius, (self.roots,)))
 
 
-def full_depth(head_dim: int) -> int:
-    """Number of levels until an odd number of radii remains."""
-    return (head_dim & -head_dim).bit_length() - 1
-
-
 def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
     """Build the tree of `len(bits)` levels; levels of equal bits share a field."""
     counts = [head_dim >> level for level in range(1, len(bits) + 1)]
@@ -126,21 +121,20 @@ def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
     return PolarTree(head_dim, counts[-1], tuple(levels), tuple(widths))
 
 
-@on_cpu
+@on_cpu()
 def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
     """Channel of each code-space coordinate, such that halves pair neighbours in blocks of `2 ** levels`."""
     sides = torch.arange(head_dim).view(-1, *[2] * levels)
     return sides.permute(*range(levels, -1, -1)).flatten()
 
 
-def quantize(
-    y: torch.Tensor, books: tuple[AngleCodebook, ...]
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Quantize code-space vectors `y`, float32 `[..., D]`.
+def encode(
+    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
+) -> tuple[Fields, torch.Tensor, torch.Tensor]:
+    """Bit planes of code-space vectors `y`, float32 `[..., D]`; reference of the encode kernel.
 
-    Returns:
-        Codes of each level, int64 `[..., count]`; squared radii of the roots, float32 `[..., roots]`; and inner
-        products of `y` with its unit code point, float32 `[..., roots]`.
+    Also returns the squared radii of the roots, and inner products of `y` with its unit code point, both float32
+    `[..., roots]`.
     """
     low, high = y.chunk(2, -1)
     energy = low * low + high * high
@@ -159,14 +153,6 @@ def quantize(
         left, right = cross.chunk(2, -1)
         cross = left * cos + right * sin
         codes.append(code)
-    return codes, energy, cross
-
-
-def encode(
-    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
-) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; reference of the encode kernel."""
-    codes, energy, cross = quantize(y, books)
     return pack(tree, codes), energy, cross
 
 

@@ -45,7 +45,7 @@ LEAST_WIDTH = 32
 """Fewest codes of a token for which a trellis gains; with 16 one-bit codes the error is that of scalar codes."""
 
 
-@on_cpu
+@on_cpu()
 def trellis_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels for coordinates of unit vectors of `dim` numbers, float64 `[2 ** (bits + 1)]`, symmetric about zero."""
     upper = torch.tensor(_UPPER_LEVELS[bits], dtype=torch.float64) / math.sqrt(dim)

@@ -15,8 +15,7 @@ from pydantic import BeforeValidator
 from ..base import CodecContext
 from .centering import switch_from_yaml
 
-logger = logging.getLogger(__name__)
-
+_warn_once = cache(logging.getLogger(__name__).warning)
 Equalize: TypeAlias = Annotated[Literal["auto", "off"], BeforeValidator(switch_from_yaml)]
 """`auto` divides outlier channels of keys by a factor before coding; `off` never does."""
 OUTLIER = 4.0
@@ -60,20 +59,15 @@ def channel_factors(size: torch.Tensor, count: int, queries: torch.Tensor | None
         relative = _relative(size)
         outlier = relative > OUTLIER_OF_KEYS
         if outlier.any():
-            _warn_of_queries()
+            _warn_once(
+                "this model's keys have outlier channels, but the queries of the first prompt were not seen (without "
+                "fused attention, with gradients, or in compiled code) or are fewer than %d, so the channels' factors "
+                "follow from keys alone, which loses more: call enable_fused_attention(model), and run the first "
+                "prompt under torch.no_grad(), not compiled",
+                FEWEST,
+            )
     factors = torch.where(outlier, relative.clamp(1 / LARGEST, LARGEST), 1.0)
     return factors if outlier.any() else None
-
-
-@cache
-def _warn_of_queries() -> None:
-    logger.warning(
-        "this model's keys have outlier channels, but the queries of the first prompt were not seen (without fused "
-        "attention, with gradients, or in compiled code) or are fewer than %d, so the channels' factors follow from "
-        "keys alone, which loses more: call enable_fused_attention(model), and run the first prompt under "
-        "torch.no_grad(), not compiled",
-        FEWEST,
-    )
 
 
 def channel_rms(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,3 @@
 """CommVQ (Li et al., ICML 2025): its codec, its codebook file and its calibration."""
 
-from . import codec
-
-__all__ = ["codec"]
+from . import codec as codec

@@ -13,7 +13,6 @@ key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,17 +97,10 @@ def codebook_facts(config: PreTrainedConfig) -> ModelFacts:
 
 
 def write_codebooks(
-    path: str | Path,
-    config: PreTrainedConfig,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    options: Any = None,
-    data: Any = None,
-    losses: Any = None,
+    path: str | Path, config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor], **header: Any
 ) -> None:
     """Write the tensors, as float16; an existing file is replaced only once all is written."""
     halves = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-    header = {"options": options or {}, "data": data or {}, "losses": losses}
     write_model_file(path, KIND, VERSION, codebook_facts(config), halves, **header)
 
 
@@ -116,12 +108,7 @@ def read_codebooks(path: str | None) -> Codebooks:
     """Read and check the header of a codebook file, once as long as the file does not change."""
     if path is None:
         raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {ADVICE}")
-    return _codebooks(ModelFile.open(path, f"codebooks={quoted(path)} for commvq", KIND, VERSION, ADVICE))
-
-
-@lru_cache(maxsize=8)
-def _codebooks(opened: ModelFile) -> Codebooks:
-    return Codebooks(**vars(opened))
+    return Codebooks.open(path, f"codebooks={quoted(path)} for commvq", KIND, VERSION, ADVICE)
 
 
 def check_model(file: Codebooks, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False) -> None:
@@ -129,10 +116,3 @@ def check_model(file: Codebooks, side: Side, config: PreTrainedConfig, layer: in
     file.check_model(model_facts(config), rope=side == "keys", any_model=any_model)
     if not any(name.startswith(f"{side}.{layer}.") for name in file.shapes):
         raise file.refusal(f"it holds no {side} of layer {layer}")
-
-
-def load_layer(file: Codebooks, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Load the float16 tensors of one side of a layer, by the last part of their names."""
-    prefix = f"{side}.{layer}."
-    tensors = file.load([name for name in file.shapes if name.startswith(prefix)], device)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -23,7 +23,7 @@ from kvcache_compress.methods.registry import register_method
 
 from . import additive
 from .bit_encoder import BitEncoder
-from .codebook_file import CENTRES, check_model, code_bits, group_count, load_layer, read_codebooks, rounds_for
+from .codebook_file import CENTRES, check_model, code_bits, group_count, read_codebooks, rounds_for
 from .residual import ResidualBooks
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class CommVQCodec(Codec):
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.scalar: Scalar = options.scalar or "match"
-        tensors = load_layer(file, context.side, context.layer, context.device)
+        tensors = file.load(f"{context.side}.{context.layer}.", context.device)
         self.books: ResidualBooks | BitEncoder
         if "codebooks" in tensors:
             books = tensors["codebooks"][heads, :, : file.rounds(context.side, options.bits)]

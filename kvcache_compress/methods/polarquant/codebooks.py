@@ -64,7 +64,7 @@ def offline_codebook(level: int, bits: int) -> AngleCodebook:
     return make_codebook(lloyd(angles, math.pi / 2, *integrals), circular=False)
 
 
-@on_cpu
+@on_cpu()
 def online_codebook(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
     """Codebook of angles `[n]` by one-dimensional k-means++ (section 4.1); circular distances cross angle 0."""
     angles, generator = angles.detach().cpu().double(), torch.Generator().manual_seed(seed)

@@ -74,7 +74,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     def level_bits(self, head_dim: int) -> tuple[int, ...]:
         """Bits of each level for this head dimension."""
         check_head_dim("polarquant_recursive", head_dim, 16, 32)
-        most = polar_tree.full_depth(head_dim)
+        most = (head_dim & -head_dim).bit_length() - 1  # until an odd number of radii remains
         levels = most if self.levels is None else self.levels
         if levels > most:
             raise ValueError(

@@ -1,5 +1,3 @@
 """Spectral keys: codes along the directions in which errors of keys cost attention most."""
 
-from . import codec
-
-__all__ = ["codec"]
+from . import codec as codec

@@ -313,7 +313,7 @@ def _of_file(file: ModelFile, layer: int, device: torch.device, start: int, stop
 
 
 @lru_cache(maxsize=8)
-@on_cpu
+@on_cpu()
 def _level_tables(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
     """Levels of digits of two bits and of one, and their tables for `packing.look_up`."""
     with torch.inference_mode(False):  # the cached tables must also work outside of inference mode

@@ -202,12 +202,7 @@ def by_group(factors: Rope, groups: slice) -> Rope:
 
 @dataclass
 class MeanSums:
-    """Sums over windows of one layer, for the mean key at each position in a group; float64.
-
-    Attributes:
-        keys: sum of keys before RoPE, `[H, D]`.
-        tokens: number of tokens in it.
-    """
+    """Sum of one layer's keys before RoPE over windows, float64 `[H, D]`, and the number of tokens in it."""
 
     keys: torch.Tensor
     tokens: int = 0

@@ -14,7 +14,7 @@ from kvcache_compress.codecs.base import Prompt
 from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSums, Window, attention_costs
 from .transform import Moments, spectral_basis
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 LEAST_LATER = 128
 """Fewest tokens to measure once there are statistics to blend in."""
 KEYS_PRIOR, QUERIES_PRIOR = 256, 1024
@@ -27,25 +27,6 @@ MOST_UNLIKE = 16.0
 come with queries of which the same channels are small."""
 SURE_VARIANCE = 8
 """Tokens at which a channel's own variance counts as much as the mean over channels."""
-
-
-@cache
-def _warn_of_queries() -> None:
-    logger.warning(
-        "the queries of the first prompt were not seen (without fused attention, with gradients, or in compiled code). "
-        "Spectral keys (best-*) have statistics of the keys alone, and the loss is two to four times as large. Call "
-        "enable_fused_attention(model), and run the first prompt under torch.no_grad(), not compiled"
-    )
-
-
-@cache
-def _warn_of_few_tokens() -> None:
-    logger.warning(
-        "statistics of spectral were measured on fewer than %d tokens, because a static cache measures its first "
-        "prompt however short: it loses more than with a longer prompt, a cache that grows, or a calibrated model "
-        "(kvcache-compress calibrate --method spectral)",
-        base.LEAST_TOKENS,
-    )
 
 
 class Prior(NamedTuple):
@@ -96,9 +77,18 @@ def prompt_statistics(
     for window in again:
         moments.add(window, (places @ means).float())
     if prompt.queries is None and not quiet:
-        _warn_of_queries()
+        _warn_once(
+            "the queries of the first prompt were not seen (without fused attention, with gradients, or in compiled "
+            "code). Spectral keys (best-*) have statistics of the keys alone, and the loss is two to four times as "
+            "large. Call enable_fused_attention(model), and run the first prompt under torch.no_grad(), not compiled"
+        )
     elif moments.tokens < base.LEAST_TOKENS and prompt.at is None and prior is None and not quiet:
-        _warn_of_few_tokens()
+        _warn_once(
+            "statistics of spectral were measured on fewer than %d tokens, because a static cache measures its first "
+            "prompt however short: it loses more than with a longer prompt, a cache that grows, or a calibrated model "
+            "(kvcache-compress calibrate --method spectral)",
+            base.LEAST_TOKENS,
+        )
     basis, deviation = spectral_basis(*(shrunk(moments) if prior is None else blended(moments, prior)))
     inverse = torch.linalg.inv(basis)
     found = {"basis": basis, "inverse": inverse, "deviation": deviation, "places": places, "means": means}

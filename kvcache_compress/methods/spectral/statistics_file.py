@@ -55,7 +55,5 @@ def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model
 
 def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
     """A layer's tensors, named without the prefix `keys.{layer}.`, and the `inverse` of its basis."""
-    prefix = f"keys.{layer}."
-    loaded = file.load([f"{prefix}{part}" for part in PARTS], device)
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in loaded.items()}
+    tensors = file.load(f"keys.{layer}.", device)
     return tensors | {"inverse": torch.linalg.inv(tensors["basis"].double()).float()}

@@ -117,17 +117,12 @@ class TurboQuantCodec(LinearCodec):
     def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Rotations R and, for `prod`, sketches S of the channel sets, each float32 `[width, width]`."""
         seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
-        rotations = tuple(
-            random_rotation(width, seed_of(f"rotation {index}")) for index, (width, _) in enumerate(self.sets)
-        )
-        sketches: tuple[torch.Tensor, ...] = ()
-        if self.options.estimator == "prod":
-            sketches = tuple(
-                sketch_matrix(self.options.sketch, width, seed_of(f"sketch {index}"))
-                for index, (width, _) in enumerate(self.sets)
-            )
-        device = self.context.device
-        return tuple(r.to(device) for r in rotations), tuple(s.to(device) for s in sketches)
+        kind, device, rotations, sketches = self.options.sketch, self.context.device, [], []
+        for index, (width, _) in enumerate(self.sets):
+            rotations.append(random_rotation(width, seed_of(f"rotation {index}")).to(device))
+            if self.options.estimator == "prod":
+                sketches.append(sketch_matrix(kind, width, seed_of(f"sketch {index}")).to(device))
+        return tuple(rotations), tuple(sketches)
 
     def _set_basis(self, order: torch.Tensor | None) -> None:
         """Build the basis; `order` `[H, head_dim]` has each head's channels, outliers first; None for one set."""

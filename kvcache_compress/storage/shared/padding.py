@@ -12,15 +12,7 @@ from kvcache_compress.codecs.padding import LeftPadding
 
 from ..checks import same_prompt
 
-logger = logging.getLogger(__name__)
-
-
-@cache
-def _warn_of_padding() -> None:
-    logger.warning(
-        "the cache does not see the attention mask: left-padded rows of this batch, if any, lose their sinks, which "
-        "costs accuracy. Call enable_fused_attention(model), or register_position_hooks(model), before the first prompt"
-    )
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class PaddingRecord:
@@ -39,13 +31,9 @@ class PaddingRecord:
         self.awaited = True
 
     def receive(self, mask: Any, held: int) -> None:
-        """Read the padding from the attention mask that the model received for the next tokens.
+        """Read the padding from the attention `mask` that the model received for the next tokens, in any form.
 
-        Args:
-            mask: as Transformers' models take it: None, `[B, T]`, `[B or 1, heads or 1, n, T]` boolean or additive, or
-                a dictionary of masks by layer type.
-            held: tokens that the cache holds. Rows whose padding has ended keep it, and padding that is unknown by then
-                stays unknown.
+        Once the cache has `held` tokens, rows whose padding has ended keep it, and unknown padding stays unknown.
         """
         found = left_padding(mask)
         if held and (found is None or self.rows is None):
@@ -79,7 +67,11 @@ class PaddingRecord:
         elif self.rows is None and self.awaited:
             self.awaited = False
             if not (first.is_meta or same_prompt(first)):
-                _warn_of_padding()
+                _warn_once(
+                    "the cache does not see the attention mask: left-padded rows of this batch, if any, lose their "
+                    "sinks, which costs accuracy. Call enable_fused_attention(model), or "
+                    "register_position_hooks(model), before the first prompt"
+                )
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.rows is not None:

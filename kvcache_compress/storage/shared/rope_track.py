@@ -1,7 +1,4 @@
-"""Cos and sin of RoPE at the first token of each packed group, kept once for all layers of a cache.
-
-Codecs that encode keys before RoPE need them for left-padded batches, partial rotary heads and scaled RoPE.
-"""
+"""Cos and sin of RoPE at the first token of each packed group, kept once for all layers of a cache."""
 
 from __future__ import annotations
 
@@ -20,16 +17,8 @@ from ..packed_store import grown_capacity
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 DTYPE = torch.float16
-
-
-@cache
-def _warn_of_positions() -> None:
-    logger.warning(
-        "the cache does not see the model's position embeddings, so keys of left-padded rows are encoded as if at "
-        "other positions, which costs accuracy. Call enable_fused_attention(model), or register_position_hooks(model)"
-    )
 
 
 def rope_rows(tokens: int, first: int, stride: int) -> int:
@@ -43,10 +32,8 @@ class RopeTrack:
     Row g of `buffer` `[B, capacity, 2 * rotary]` belongs to token `first + g * stride`, the first token of packed group
     g. The last row of a static track belongs to no group.
 
-    With hooks on the model, its attention modules provide each step's position embeddings (`inputs`). Otherwise the
-    track computes the embeddings of the tokens' indices in the cache; keys of left-padded rows are then encoded as if
-    at other positions, which costs accuracy. A model on several devices has one copy per device (`at`); the first copy
-    applies operations to all of them.
+    Hooks on the model provide each step's position embeddings (`inputs`); without them the track computes those of the
+    tokens' indices. A model on several devices has one copy per device (`at`); the first applies operations to all.
     """
 
     def __init__(self, config: PreTrainedConfig, layout: RopeLayout, first: int, stride: int) -> None:
@@ -177,7 +164,11 @@ class RopeTrack:
 
     def _by_index(self, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if states.shape[0] > 1:
-            _warn_of_positions()
+            _warn_once(
+                "the cache does not see the model's position embeddings, so keys of left-padded rows are encoded as if "
+                "at other positions, which costs accuracy. Call enable_fused_attention(model), or "
+                "register_position_hooks(model)"
+            )
         like = torch.zeros(1, dtype=torch.float32, device=positions.device)
         cos, sin = self._embedding()(like, positions.unsqueeze(0))
         return cos.to(states.device), sin.to(states.device)
@@ -213,10 +204,6 @@ class RopeTrack:
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the buffer of every device by `change(buffer)` when the batch changes."""
         for track in self._copies():
-            track._apply(change)
-
-    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if not self.tokens:
-            return
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_static):
-            self.buffer = change(self.buffer).contiguous()
+            if track.tokens:
+                with torch.inference_mode(torch.is_inference_mode_enabled() and not track.is_static):
+                    track.buffer = change(track.buffer).contiguous()

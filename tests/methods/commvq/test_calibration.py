@@ -19,9 +19,13 @@ from kvcache_compress.cache.by_method import CommVQCache
 from kvcache_compress.cli import app
 from kvcache_compress.eval.runner import progress
 from kvcache_compress.methods.commvq import additive
-from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
-from kvcache_compress.methods.commvq.calibration.calibrate import Report, split_windows
+from kvcache_compress.methods.commvq.calibration.calibrate import (
+    CommVQSettings,
+    Report,
+    calibrate_commvq,
+    split_windows,
+)
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule

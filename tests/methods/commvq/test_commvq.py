@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.files.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file
-from support.method_cases import half_layout, make_codec, random_track
+from support.method_cases import bits_per_number, half_layout, make_codec, random_track
 from support.models.small_model import small_model
 from transformers import Glm4Config, LlamaConfig, Phi3Config
 
@@ -18,7 +18,7 @@ from kvcache_compress.config import get_method
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.codebook_file import group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
-from kvcache_compress.storage.shared.rope_track import _warn_of_positions
+from kvcache_compress.storage.shared.rope_track import _warn_once
 
 
 def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
@@ -161,7 +161,7 @@ def test_left_padding_does_not_change_codes(switch: Any, caplog: pytest.LogCaptu
 
 
 def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_positions.cache_clear()
+    _warn_once.cache_clear()
     model = small_model(**CONTRACT_MODEL)
     for _ in range(2):
         with torch.no_grad():
@@ -183,9 +183,9 @@ def test_more_bits_are_more_rounds(side: str) -> None:
     for bits in (0.5, 1, 1.5):
         codec = make_codec("commvq", 64, side, heads=HEADS, codebooks=path, bits=bits)
         fields = codec.encode(x, rope)
-        assert 8 * sum(field.nbytes for field in fields) / x.numel() == codec.bits_per_number()
+        assert 8 * sum(field.nbytes for field in fields) / x.numel() == bits_per_number(codec)
         errors.append(float((codec.decode(fields, rope) - x).square().mean()))
-        sizes.append(codec.bits_per_number())
+        sizes.append(bits_per_number(codec))
     assert sorted(errors, reverse=True) == errors
     assert len(set(sizes)) == 3
     with pytest.raises(ValueError, match=rf"bits=6 for commvq: .* has only 1.5 for {side}"):

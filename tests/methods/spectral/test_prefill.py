@@ -31,8 +31,7 @@ WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}
 @pytest.fixture(autouse=True)
 def _warn_anew() -> None:
     """Let each test see the warnings that are given once."""
-    for warn in (prefill._warn_of_queries, prefill._warn_of_few_tokens):
-        warn.cache_clear()
+    prefill._warn_once.cache_clear()
 
 
 @pytest.fixture(scope="module")

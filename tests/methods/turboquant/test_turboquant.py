@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.method_cases import make_codec
+from support.method_cases import bits_per_number, make_codec
 
 from kvcache_compress.methods.turboquant.codec import channel_sets
 
@@ -89,7 +89,7 @@ def test_outliers_get_the_bit_more() -> None:
 def test_bits_per_number(dim: int, options: dict[str, Any], bits: float) -> None:
     """Codes and 16-bit scalars by hand, the layout's count, and the bytes really produced."""
     codec = make_codec("turboquant", dim, **options)
-    assert codec.bits_per_number() == pytest.approx(bits)
+    assert bits_per_number(codec) == pytest.approx(bits)
     x = torch.randn(2, 1, 24, dim)
     codec.prepare(x)
     assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == pytest.approx(bits)

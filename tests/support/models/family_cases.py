@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import codebook_facts, write_codebooks
-from kvcache_compress.storage.view import record_paths
 from support.cache_name import with_cache
 from support.files.commvq_files import FOLDER, codebook_file, random_codebooks
 from support.files.spectral_files import statistics_of
 from support.models import shrink
+from support.recorded_paths import record_paths
 
 VOCAB, SINKS, RECENT = 64, 4, 8
 STEPS = [60, 1, 5, 20, 1]

@@ -12,8 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from kvcache_compress import CompressedCache, compress, load_config
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.storage.view import record_paths
 from support.models.shrink import FAMILIES, HEAD_DIM, WORDS, small_config, small_model
+from support.recorded_paths import record_paths
 
 PROMPT, STEPS, PADDING, IMAGE_AT = 60, 5, 9, 2
 _SIX = {"method": "turboquant", "bits": 6}

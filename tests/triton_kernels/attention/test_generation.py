@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.cache_name import with_cache
 from support.models.small_model import small_model
+from support.recorded_paths import PathTaken, record_paths
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.storage.view import PathTaken, record_paths
 
 # The interpreter takes minutes to search trellis codes, so the keys of one case have them.
 _SCALAR = {"method": "turboquant", "bits": 2.5, "codebook": "lloyd_max"}

@@ -124,10 +124,8 @@ def calibrate_commvq(
 ) -> dict[str, Any]:
     """Train codebooks for every full-attention layer with RoPE, and write them to `output`.
 
-    The keys and values of the text lie in a temporary folder beside the output. Memory holds the model and those of the
-    layer in training.
-
-    Training happens on the model's device. Returns the losses by layer, as in the file (see `train_side`).
+    The keys and values of the text lie in a temporary folder beside the output. Returns the losses by layer, as in the
+    file (see `train_side`).
 
     Raises:
         ValueError: CommVQ does not support the model, the text cannot be read or is too short, keys are not finite, or

@@ -28,9 +28,8 @@ def collect(
 ) -> None:
     """Run `windows` `[W, T]` through the model, without its head, and write keys and values of `layers` to files.
 
-    Keys come from an ordinary cache, after RoPE, which is then undone with the model's factors. Only one window's cache
-    is in memory at a time. A file holds float16 `[W * T, H, head_dim]`; of keys, a head is
-    `[real of pair 0, imaginary of pair 0, ...]`.
+    Keys come from an ordinary cache, after RoPE, which is then undone with the model's factors. A file holds float16
+    `[W * T, H, head_dim]`; of keys, a head is `[real of pair 0, imaginary of pair 0, ...]`.
     """
     config = model.config.get_text_config(decoder=True)
     layout, embed = rope_layout(config, head_dim_of(config)), rotary_embedding(config)

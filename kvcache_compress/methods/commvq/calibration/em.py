@@ -109,8 +109,8 @@ class ComplexForm:
         uses = pairs.sum(2) + pairs.sum(1)
         pull = _PULL * uses.mean(-1, keepdim=True)
         matrix = torch.complex(torch.diag_embed(uses + pull), pairs - pairs.mT).to(torch.complex128)
-        right = _by_pairs(by_a - _turned(by_b) + pull[..., None] * centres).double().contiguous()
-        solved = torch.linalg.solve(matrix, torch.view_as_complex(right))
+        right = _by_pairs(by_a) - times_i(_by_pairs(by_b)) + _by_pairs(pull[..., None] * centres)
+        solved = torch.linalg.solve(matrix, torch.view_as_complex(right.double().contiguous()))
         return torch.view_as_real(solved).flatten(-2).to(centres.dtype)
 
 
@@ -219,10 +219,6 @@ def reseed(centres: torch.Tensor, uses: torch.Tensor, generator: torch.Generator
 
 def _by_pairs(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2))
-
-
-def _turned(x: torch.Tensor) -> torch.Tensor:
-    return times_i(_by_pairs(x)).flatten(-2)
 
 
 def _flat(codes: torch.Tensor, count: int) -> torch.Tensor:
