@@ -1,11 +1,8 @@
 """The public data of the comparisons, from folders and from an imitated hub, and hosts that are down."""
 
 from pathlib import Path
-from typing import Any
 
-import datasets
 import fetch_data
-import pytest
 import typer
 from support.models.fake_hub import FakeHub
 from support.paths import ROOT
@@ -44,21 +41,6 @@ def test_rows_of_the_hub_become_the_files_byte_for_byte(hub: FakeHub) -> None:
     for name, count in (("multi_news", 60), ("multifieldqa_zh", 20)):
         lines = fetch_data.longbench(f"data/longbench/{name}.jsonl").splitlines()
         assert (len(lines), lines[0]) == (count, '{"context": "ü", "_id": 0}')
-
-
-def test_a_host_that_is_down_is_asked_once(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def down(*_: Any, **__: Any) -> None:
-        asked.append(1)
-        raise ConnectionError("Name or service not known")
-
-    monkeypatch.setattr(fetch_data.urllib.request, "urlopen", down)
-    monkeypatch.setattr(datasets, "load_dataset", down)
-    done = CliRunner().invoke(script, ["--output", str(tmp_path)])
-    assert done.exit_code == 1
-    assert len(asked) == 4, "three data sets of the hub, and GitHub for all essays"
-    assert done.output.count("; give a folder that has it, with --from") == len(fetch_data.FILES)
 
 
 def test_comparisons_name_only_files_that_can_be_brought() -> None:

@@ -213,19 +213,6 @@ def test_operations(cache: CompressedCache, method: str, name: str, argument: An
     assert all(track.buffer.shape[0] == 2 for track in cache.rope_tracks)
 
 
-GOOD_ROWS: tuple[Any, ...] = (t(1, 0), t(-1), t(True, False), [1, 1, 0], t(0, 1, dtype=torch.int32), t(1, 0, 1, 1))
-
-
-@pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
-@pytest.mark.parametrize("rows", GOOD_ROWS, ids=str)
-def test_rows_in_other_words(method: str, rows: Any) -> None:
-    """Rows may be given as negative numbers, masks, lists or 32-bit integers."""
-    cache, expected = filled(), contents(filled())
-    getattr(cache, method)(rows)
-    chosen = torch.arange(2)[rows]
-    assert same(contents(cache), [(*sizes, keys[chosen], values[chosen]) for *sizes, keys, values in expected])
-
-
 def test_crop_that_a_sliding_layer_cannot_follow() -> None:
     model = family_cases.model("gemma3")
     cache = CompressedCache(model.config, family_cases.method_config("gemma3", "turboquant"))

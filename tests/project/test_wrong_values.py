@@ -1,9 +1,6 @@
 """Command lines with wrong values: each ends with a message and none with a traceback."""
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.models.small_model import small_model
@@ -43,19 +40,6 @@ def refused(*arguments: str) -> str:
     typed = sum(map(len, arguments))
     assert len(ran.output) < 4000 + 3 * typed
     return " ".join(ran.output.split())
-
-
-def test_numbers(folder: Path) -> None:
-    text, output = str(folder / "text.txt"), str(folder / "out.safetensors")
-    calibrate = ("calibrate", "--text", text, "--output", output, "--model", NOWHERE)
-    for value in NUMBERS:
-        refused("demo", "--preset", "nope", "--new-tokens", value)
-        for option in ("--tokens", "--batch", "--layers", "--kv-heads", "--head-dim"):
-            refused("memory", option, value)
-        for option in ("--batch", "--tokens", "--repeats"):
-            refused("bench", "--preset", "nope", option, value)
-        for option in ("--bits", "--tokens", "--key-rounds", "--value-rounds"):
-            refused(*calibrate, option, value)
 
 
 ON_FILES = ("compare", "replay", "report")
@@ -109,29 +93,3 @@ def test_evaluations(kind: str, folder: Path) -> None:
             refused("eval", kind, *needed, "--model", NOWHERE, option.opts[0], value)
             found += 1
     assert found > 30
-
-
-CONFIGS: dict[str, Any] = {
-    "none": None,
-    "empty": "",
-    "a mapping": "{}",
-    "a kind that is none": {"model_type": "nope"},
-    "a text for a number": {"hidden_size": "x"},
-    "no heads": {"num_attention_heads": 0, "head_dim": None},
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_models_that_are_none(case: str, folder: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(folder / "model", model)
-    config, given = model / "config.json", CONFIGS[case]
-    if given is None:
-        config.unlink()
-    elif isinstance(given, dict):
-        config.write_text(json.dumps(json.loads(config.read_text()) | given))
-    else:
-        config.write_text(given)
-    refused("memory", "--model", str(model))
-    refused("bench", "--model", str(model))
-    refused("demo", "--model", str(model))
