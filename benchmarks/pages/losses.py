@@ -69,21 +69,18 @@ def perplexity(table: Table) -> str:
 
 def keys(table: Table) -> str:
     """Table of log-probabilities of the right answers, and their mean differences from the full cache's."""
+    full = table.rows[0].cells
 
-    def answers(cell: Cell, full: Cell) -> str:
-        text = f"{cell.scores['logprob']:.3f}"
-        return text if cell is full else f"{text} ({difference(cell, full, 'logprob', 3)})"
+    def answers(cell: Cell | None, base: Cell) -> str:
+        text = figure(cell, lambda scores: f"{scores['logprob']:.3f}")
+        missing = cell is None or cell is base or cell.error is not None
+        return text if missing else f"{text} ({difference(cell, base, 'logprob', 3)})"
 
-    names = [column.name for column in table.columns]
     lines = [
-        [
-            row.cache,
-            bits_text(row.packed_bits),
-            *(answers(row.cells[name], table.rows[0].cells[name]) for name in names),
-        ]
+        [row.cache, bits_text(row.packed_bits), *(answers(row.cells.get(name), base) for name, base in full.items())]
         for row in table.rows
     ]
-    return f"{markdown_table(['cache', 'bits', *names], lines)}\n\n{table.model}; from {source('tasks')}."
+    return f"{markdown_table(['cache', 'bits', *full], lines)}\n\n{table.model}; from {source('tasks')}."
 
 
 def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:

@@ -7,11 +7,10 @@ from pydantic import ValidationError
 
 from kvcache_compress.validation import explain, quoted
 
-from .agreement import Agreement
 from .benchmark import Benchmark
 from .longbench.benchmark import LongBench
 from .needle import Needle
-from .perplexity import Perplexity
+from .perplexity import Agreement, Perplexity
 from .ruler import Ruler
 from .turns import Turns
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from kvcache_compress import CompressedCache
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks.agreement import Agreement
+from kvcache_compress.eval.tasks.perplexity import Agreement
 
 CONFIG = {side: {"method": "turboquant", "bits": 1} for side in ("keys", "values")} | {
     "sink_tokens": 2,
