@@ -4,7 +4,6 @@ python benchmarks/pages/readme.py
 """
 
 import bisect
-import functools
 import json
 import math
 import re
@@ -15,9 +14,9 @@ from typing import Any
 import losses
 from losses import RESULTS, cells_of, figure, mean_kl, table_of, tail_kl
 
-from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes
+from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, packed_bits, total_bytes
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
-from kvcache_compress.config import CompressionConfig, load_config
+from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.plots import plot_pareto
 from kvcache_compress.eval.reporting.report import markdown_table
@@ -54,30 +53,17 @@ SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit"
 """Presets and contexts on the page about presets."""
 
 
-@functools.cache
-def constants(config: str, model: str) -> int:
-    """Bytes of a config, given as JSON, that do not depend on the number of tokens; finding them takes a second."""
-    return constant_bytes(load_config(json.loads(config)), *sizes_of(model))
-
-
 def sizes_of(model: str) -> tuple[int, int, int]:
     """Numbers of layers and key/value heads, and the head dimension."""
     shape = MODELS[model]
     return shape.layers, shape.kv_heads, shape.head_dim
 
 
-def held_bytes(config: CompressionConfig, model: str, tokens: int, batch: int = 1) -> float:
-    """`total_bytes` of a cache after prompts of `tokens`."""
-    layers, _, dim = sizes = sizes_of(model)
-    shared = batch * rope_bytes(config, dim, layers, tokens) + constants(config.model_dump_json(), model)
-    return cache_bytes(config, *sizes, tokens, batch) + shared
-
-
 def llama_sizes(context: str) -> dict[str, float]:
     """Bytes of Llama-3.1-8B's cache by preset; the full cache has the key ''."""
     tokens = parse_size(context, "context")
     full = {"": 2 * BF16_BYTES * math.prod(sizes_of(LLAMA)) * tokens}
-    return full | {name: held_bytes(load_config(name), LLAMA, tokens) for name in SIZED}
+    return full | {name: total_bytes(load_config(name), *sizes_of(LLAMA), tokens) for name in SIZED}
 
 
 def headline(held_out: Table) -> str:
@@ -102,7 +88,7 @@ def whole_bits(cache: str, model: str, tokens: int) -> float:
     if name in PEER_BITS:
         return PEER_BITS[name]
     config = load_config(name).changed(sink_tokens=16, recent_tokens=64) if windows else load_config(name)
-    return 8 * held_bytes(config, model, tokens) / (2 * math.prod(sizes_of(model)) * tokens)
+    return 8 * total_bytes(config, *sizes_of(model), tokens) / (2 * math.prod(sizes_of(model)) * tokens)
 
 
 def ladder(held_out: Table) -> str:
@@ -185,7 +171,7 @@ def bytes_table() -> str:
             memory = parse_size(given, "memory")
             spare = 8 * Budget(shape, None, memory, tokens, batch).spare(base) / (2 * shape.head_dim * shape.layers)
             bits = packed_bits(base, shape.head_dim, shape.layers, shape.kv_heads) + spare
-            fitting = (name for name in BUDGET_NAMES if held_bytes(load_config(name), model, tokens, batch) <= memory)
+            fitting = (name for name in BUDGET_NAMES if total_bytes(load_config(name), *sizes, tokens, batch) <= memory)
             preset = next((f"`{name}`" for name in fitting), "none: tune")
             lines.append([model, f"{batch} x {context}", full, given, f"{bits:.2f}", preset])
     heads = ["model", "contexts", "bfloat16", "budget", "bits per packed number", "preset"]

@@ -1,14 +1,15 @@
 """Estimate a cache's size from its config and the model's shape; byte counts come from `codecs/layout.py`."""
 
+import functools
 import math
 from importlib.resources import files
 from os.path import isdir
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token, group_tokens
-from kvcache_compress.config import CompressionConfig, LayerPlan
+from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from kvcache_compress.modeling.hub import from_cache_or_hub
 from kvcache_compress.storage.packed_store import grown_capacity, tail_capacity
@@ -35,16 +36,16 @@ def rope_bytes(config: CompressionConfig, head_dim: int, layers: int, tokens: in
 
 def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_dim: int) -> int:
     """Bytes of all layers that do not depend on the number of tokens: rotations, codebooks, tables."""
-    sizes: dict[str, int] = {}
-    total = 0
-    for plan in config.plan(["full_attention"] * layers):
-        for side in SIDES if plan.compresses else ():
-            chosen = plan.side(side)
-            name = f"{side} {chosen!r}"
-            if name not in sizes:
-                sizes[name] = chosen.codec().constant_size(chosen.options(), side, head_dim, kv_heads)
-            total += sizes[name]
-    return total
+    plans = (plan for plan in config.plan(["full_attention"] * layers) if plan.compresses)
+    sides = ((side, plan.side(side).model_dump_json()) for plan in plans for side in SIDES)
+    return sum(_constant_size(side, chosen, head_dim, kv_heads) for side, chosen in sides)
+
+
+@functools.cache
+def _constant_size(side: Side, chosen: str, head_dim: int, kv_heads: int) -> int:
+    """`Codec.constant_size` of a side's config in JSON; it takes seconds, as codecs are built for it."""
+    config = SideConfig.model_validate_json(chosen)
+    return config.codec().constant_size(config.options(), side, head_dim, kv_heads)
 
 
 def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_heads: int = 8) -> float:
