@@ -42,7 +42,7 @@ BUDGETS = {
     "best-4bit": "spectral-4bit",
     "best-3bit": "spectral-3bit",
     "best-2bit": "spectral-2bit",
-    "best-1.5bit": "spectral-1.5bit",
+    "best-1.6bit": "spectral-k1.25v2",
 }
 """Aliases for the preset with the least measured loss at a bit budget that needs no calibrated file. An alias moves
 when a better preset is measured (docs/results.md)."""

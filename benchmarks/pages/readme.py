@@ -34,7 +34,7 @@ LADDER = {
     "best-4bit": "no visible loss",
     "best-3bit": "the best trade-off",
     "best-2bit": "about half of `best-4bit` at long contexts",
-    "best-1.5bit": "the smallest without calibration",
+    "best-1.6bit": "the smallest without calibration",
     "turboquant-2bit": "to compare: a published method at the size of `best-2bit`",
 }
 """Caches of the README's first table, and what each is good for."""
@@ -49,7 +49,7 @@ SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4")
 """Caches whose decode step on a CPU is in the README's sentence."""
 LLAMA, CONTEXTS = "llama-3.1-8b", ("8K", "32K", "128K")
 SHOWN = {"smollm2-135m": "SmolLM2", LLAMA: "8B"}
-SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
+SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.6bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
 """Presets and contexts on the page about presets."""
 
 
