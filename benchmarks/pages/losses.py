@@ -116,11 +116,13 @@ def held_out(table: Table) -> str:
 
 def generation(table: Table) -> str:
     """Table of the mean loss of each 250 tokens of a long continuation."""
+    cells = [cell for cell in cells_of(table, "long").values() if not cell.cache["lossless"] and cell.error is None]
+    if not cells:
+        return "Not measured."
     lines = []
-    for name, cell in cells_of(table, "long").items():
-        if not cell.cache["lossless"] and cell.error is None:
-            parts = zip(*(record["kl_parts"] for record in cell.records), strict=True)
-            lines.append([name, mean_kl(cell.scores), *(f"{statistics.fmean(part):.4f}" for part in parts)])
+    for cell in cells:
+        parts = zip(*(record["kl_parts"] for record in cell.records), strict=True)
+        lines.append([cell.cache["name"], mean_kl(cell.scores), *(f"{statistics.fmean(part):.4f}" for part in parts)])
     options = cell.benchmark["options"]
     heads = [f"to {end:,}" for end in range(PART, options["scored"] + 1, PART)]
     windows = f"{cell.samples} prompts of {options['prefix']} tokens"
