@@ -1,9 +1,9 @@
-"""Check that each measured figure in the prose of README, guides and methods has its source in `figures.yaml`, and that
-each row of the results was measured at a commit of this history.
+"""List the measured figures in the prose of README, guides and methods with their sources in `figures.yaml`.
 
-python benchmarks/pages/figures.py    # lists the figures with the commands that measure them
+python benchmarks/pages/figures.py
 
-`--check` prints what is wrong instead. Figures between markers come from result files by `readme.py`.
+The list ends with the rows of results that were not measured at a commit of this history. `--check` only compares the
+pages with `figures.yaml`. Figures between markers come from result files by `readme.py`.
 """
 
 import json
@@ -63,9 +63,10 @@ def lost() -> list[str]:
 def main() -> None:
     figures = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     if "--check" in sys.argv[1:]:
-        sys.exit("\n".join(problems(figures) + lost()) or None)
+        sys.exit("\n".join(problems(figures)) or None)
     for figure in figures:
         print(f"{figure['page']}: {figure['says']}\n    {figure['command']}")
+    print(*lost(), sep="\n")
 
 
 if __name__ == "__main__":

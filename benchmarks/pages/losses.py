@@ -54,14 +54,11 @@ def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
 def perplexity(table: Table) -> str:
     """Table of all presets on one text, and the source of the figures."""
     cells = cells_of(table, LEADING)
-    lines = [
-        [name, bits_text(cell.packed_bits), mean_kl(cell.scores), f"{cell.scores['top1']:.3f}"]
-        for name, cell in cells.items()
-    ]
+    lines = [[name, bits_text(cell.packed_bits), mean_kl(cell.scores)] for name, cell in cells.items()]
     cell = cells["full"]
     options = cell.benchmark["options"]
     return (
-        f"{markdown_table(['cache', 'bits', 'KL', 'same top-1'], lines)}\n\n{table.model}, {options['texts'][0]}, "
+        f"{markdown_table(['cache', 'bits', 'KL'], lines)}\n\n{table.model}, {options['texts'][0]}, "
         f"{cell.samples} windows of {options['prefix']} + {options['scored']} tokens, {options['step']} per pass, "
         f"{cell.date[:10]}; from {source('smollm2')}."
     )
