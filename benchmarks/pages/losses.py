@@ -11,7 +11,6 @@ from kvcache_compress.config import preset_names
 from kvcache_compress.eval.reporting.report import markdown_table
 from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, tables
 from kvcache_compress.eval.runner.table import Cell, read_cells
-from kvcache_compress.eval.tasks.perplexity import PART
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LEADING = "wikitext"
@@ -109,21 +108,6 @@ def held_out(table: Table) -> str:
         f"{markdown_table(['cache', 'bits', *heads], lines)}\n\n{table.model}; {', '.join(windows)}, of "
         f"{len(options['texts'])} texts alike; from {source('held-out')}."
     )
-
-
-def generation(table: Table) -> str:
-    """Table of the mean loss of each 250 tokens of a long continuation."""
-    cells = [cell for cell in cells_of(table, "long").values() if not cell.cache["lossless"] and cell.error is None]
-    if not cells:
-        return "Not measured."
-    lines = []
-    for cell in cells:
-        parts = zip(*(record["kl_parts"] for record in cell.records), strict=True)
-        lines.append([cell.cache["name"], mean_kl(cell.scores), *(f"{statistics.fmean(part):.4f}" for part in parts)])
-    options = cell.benchmark["options"]
-    heads = [f"to {end:,}" for end in range(PART, options["scored"] + 1, PART)]
-    windows = f"{cell.samples} prompts of {options['prefix']} tokens"
-    return f"{markdown_table(['cache', 'KL', *heads], lines)}\n\n{windows}; from {source('held-out')}."
 
 
 def writing(table: Table) -> str:

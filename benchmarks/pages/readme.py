@@ -231,7 +231,6 @@ def pages() -> dict[Path, str]:
         "README.md": {"headline": headline(held_out), "ladder": ladder(held_out), "cpu": cpu_sentence(cpu)},
         "docs/results.md": {
             "held-out": losses.held_out(held_out),
-            "generation": losses.generation(held_out),
             "writing": losses.writing(held_out),
             "sizes": whole_sizes(),
             "peers": losses.peers(),
