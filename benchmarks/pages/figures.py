@@ -19,7 +19,7 @@ PAGES = ("README.md", "docs/results.md", "docs/guides/*.md", "docs/methods/*.md"
 UNITS = "ms|s|min|seconds|minutes|GB|MB|GiB|MiB|KiB|%|times|nats|tokens per second"
 FIGURE = re.compile(rf"(?<![\w.-])(?:\d[\d,.]*\d|\d|\.\d+) (?:{UNITS})(?!\w)|(?<![\w.-])0?\.\d{{2,}}(?![\w.])")
 OTHER = re.compile(r"<!-- begin ([\w-]+) -->.*?<!-- end \1 -->|```.*?```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
-"""What is not prose: generated text, code, and links."""
+"""Generated text, code and links, which are left out."""
 
 
 def problems(figures: list[dict[str, str]]) -> list[str]:

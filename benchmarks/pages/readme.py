@@ -111,8 +111,8 @@ def ladder(held_out: Table) -> str:
     ]  # fmt: skip
     return (
         f"{markdown_table(heads, lines, (0, -1))}\n\nSmolLM2-135M-Instruct, {short['hqq-4'].samples} prompts of 1,024 "
-        f"tokens and {long['hqq-4'].samples} of 8,000, of texts that [took part in no "
-        "choice](docs/results.md#texts-that-took-part-in-no-choice). "
+        f"tokens and {long['hqq-4'].samples} of 8,000, of [held-out "
+        "texts](docs/results.md#held-out-texts). "
         "16 sinks and 64 recent tokens stay dense, except in Transformers' own caches."
     )
 

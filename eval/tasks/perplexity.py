@@ -32,7 +32,7 @@ from .benchmark import Record, Sample
 from .scoring import ForcedBenchmark, compare_tokens, cut_windows, kl_scores, read_texts, scores_by, text_name
 
 PART, LARGEST = 250, 32
-"""What a record keeps of a window's KLs: the means of parts of so many tokens, and so many of the largest."""
+"""A record keeps the mean KL of each 250 tokens of a window, and the 32 largest KLs."""
 DEFAULT_TEXT = Path(__file__).with_name("data") / "default_text.txt"
 
 
