@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .cache.by_method import QJLCache as QJLCache
     from .cache.by_method import SpectralCache as SpectralCache
     from .cache.by_method import TurboQuantCache as TurboQuantCache
-    from .cache.compress import compress as compress
     from .cache.compressed_cache import CompressedCache as CompressedCache
     from .config import CompressionConfig as CompressionConfig
     from .config import get_method as get_method
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from .config import method_names as method_names
     from .config import preset_names as preset_names
     from .config import register_method as register_method
+    from .serving.compress import compress as compress
 
 _NAMES = {
     "attention.interface": ("disable_fused_attention", "enable_fused_attention"),
@@ -33,9 +33,9 @@ _NAMES = {
     "cache.by_method": (
         "CommVQCache", "KIVICache", "PolarQuantCache", "QJLCache", "SpectralCache", "TurboQuantCache",
     ),
-    "cache.compress": ("compress",),
     "cache.compressed_cache": ("CompressedCache",),
     "config": ("CompressionConfig", "get_method", "load_config", "method_names", "preset_names", "register_method"),
+    "serving.compress": ("compress",),
 }  # fmt: skip
 """Public names by module."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

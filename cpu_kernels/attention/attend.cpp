@@ -96,10 +96,16 @@ struct Era {
   std::optional<AnchoredQueries> anchored;  // map of the queries, if they are mapped for each group of keys
 };
 
+// Tokens of a sequence: numbers of its segments, its row of the dense tokens, and where its packed tokens are.
+struct Sequence {
+  int64_t row, sinks, packed, tail;
+  Pages pages;
+};
+
 struct Layer {
   std::vector<Era> eras;  // of the keys, at least one
   Segments values;
-  int64_t sinks, packed, tail;  // tokens
+  std::vector<Sequence> sequences;
 
   const Segments& keys() const { return eras.back().segments; }
 };
@@ -115,8 +121,10 @@ class Attention {
     rows_ = std::min(step.rows(), MAX_ROWS);
     row_blocks_ = (step.rows() + rows_ - 1) / rows_;
     const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
-    const int64_t most = std::max<int64_t>(1, layer.packed / MIN_SPLIT_TOKENS);
-    splits_ = layer.packed == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
+    int64_t longest = 0;
+    for (const Sequence& sequence : layer.sequences) longest = std::max(longest, sequence.packed);
+    const int64_t most = std::max<int64_t>(1, longest / MIN_SPLIT_TOKENS);
+    splits_ = longest == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
     width_ = std::max(layer.values.packed->width, layer.values.sinks.width);
     numbers_ = rows_ * width_;
     partials_.resize(tasks() * rows_);
@@ -129,24 +137,26 @@ class Attention {
   // Attends to one split of a block: the last split has the dense tokens, the others share the packed ones.
   void attend(int64_t task) {
     const Rows rows = rows_of(task / (splits_ + 1));
+    const Sequence& sequence = layer_.sequences[rows.head.batch];
     const int64_t split = task % (splits_ + 1);
     Partial* partials = &partials_[task * rows_];
     float* sums = &sums_[task * numbers_];
     std::fill_n(sums, numbers_, 0.0f);
     std::vector<float> q = queries(rows);
     if (split == splits_) {
-      const Run sinks{layer_.keys().sinks, layer_.values.sinks, 0, layer_.sinks, 0};
-      const Run tail{layer_.keys().tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
-      attend_run(step_, rows, {q.data()}, sinks, partials, sums, width_);
-      attend_run(step_, rows, {q.data()}, tail, partials, sums, width_);
+      const Run sinks{layer_.keys().sinks, layer_.values.sinks, 0, sequence.sinks, 0};
+      const Run tail{layer_.keys().tail, layer_.values.tail, 0, sequence.tail, sequence.sinks + sequence.packed};
+      const Rows dense{{sequence.row, rows.head.head}, rows.first, rows.count};
+      attend_run(step_, dense, {q.data()}, sinks, partials, sums, width_);
+      attend_run(step_, dense, {q.data()}, tail, partials, sums, width_);
       return;
     }
     const auto& anchored = layer_.eras.back().anchored;
-    const int64_t unit = anchored ? anchored->group() : 1, units = layer_.packed / unit;
+    const int64_t unit = anchored ? anchored->group() : 1, units = sequence.packed / unit;
     const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
     for (const Era& era : layer_.eras) {
-      const Run run{*era.segments.packed, *layer_.values.packed, std::max(first, era.first), std::min(last, era.last),
-                    layer_.sinks};
+      const Run run{*era.segments.packed,     *layer_.values.packed, std::max(first, era.first),
+                    std::min(last, era.last), sequence.sinks,        sequence.pages};
       if (run.first >= run.last) continue;
       const std::vector<float> bias = mean_scores(era, rows, q),
                                mapped = era.segments.basis.map(rows.head.head, q, rows.count);
@@ -271,28 +281,38 @@ Tensor describe(int64_t form, const std::vector<int64_t>& options, int64_t field
 
 Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const std::vector<int64_t>& starts,
               const Tensor& value_side, std::optional<Tensor> mask, std::optional<Tensor> s_aux, int64_t packed,
-              int64_t tail, double scaling, double softcap) {
+              int64_t tail, std::optional<Tensor> pages, int64_t page_tokens, double scaling, double softcap) {
   const Side keys(key_sides.back()), values(value_side);
-  STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
-                  keys.sinks.size(0));
-  STD_TORCH_CHECK(query.size(1) % keys.sinks.size(1) == 0, query.size(1), " query heads for ", keys.sinks.size(1),
-                  " key/value heads");
+  const int64_t batch = query.size(0), heads = keys.sinks.size(1), sinks = keys.sinks.size(2);
+  STD_TORCH_CHECK(batch == (pages ? pages->size(0) : keys.sinks.size(0)), "queries of ", batch,
+                  " sequences for a cache of ", pages ? pages->size(0) : keys.sinks.size(0));
+  STD_TORCH_CHECK(query.size(1) % heads == 0, query.size(1), " query heads for ", heads, " key/value heads");
   STD_TORCH_CHECK(query.size(3) == keys.sinks.size(3), "queries of ", query.size(3), " numbers for keys of ",
                   keys.sinks.size(3));
   STD_TORCH_CHECK(!s_aux || s_aux->numel() == query.size(1), "s_aux must hold one logit per query head");
   STD_TORCH_CHECK(
       keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
       "a basis of keys must be float32 and contiguous");
-  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2);
-  Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
-            float(softcap) * LOG2E, {}};
+  STD_TORCH_CHECK(!pages || (query.size(2) == 1 && pages->is_contiguous()), "pages take one query per sequence");
+  Layer layer{{}, Segments(values), {}};
+  for (int64_t b = 0; b < batch; ++b) {
+    if (!pages) {
+      layer.sequences.push_back({b, sinks, packed, tail, {}});
+      continue;
+    }
+    const int64_t* row = pages->const_data_ptr<int64_t>() + b * pages->size(1);
+    layer.sequences.push_back({row[0], row[1], row[2], row[3], {row + 4, page_tokens}});
+    packed = std::max(packed, row[2]);
+  }
+  // The only query of a sequence in pages sees all of its tokens.
+  const int64_t tokens = pages ? std::numeric_limits<int64_t>::max() : sinks + packed + tail;
+  Step step{batch, heads, query.size(1) / heads, query.size(2), tokens, float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
-  Layer layer{{}, Segments(values), sinks, packed, tail};
   layer.eras.reserve(starts.size());
   for (size_t i = 0; i < starts.size(); ++i) {
     layer.eras.emplace_back(Side(key_sides[i]), starts[i], i + 1 < starts.size() ? starts[i + 1] : packed);
   }
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
+  Tensor out = torch::stable::new_empty(query, {batch, query.size(2), query.size(1), values.sinks.size(3)});
   const View out_view(out);
   if (out_view.numel() == 0) return out;
   const float* s_aux_data = s_aux ? s_aux->const_data_ptr<float>() : nullptr;
@@ -311,8 +331,8 @@ Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const s
 KVCACHE_COMPRESS_OPERATOR(describe, "(int form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
 KVCACHE_COMPRESS_OPERATOR(
     attend,
-    "(Tensor query, Tensor[] keys, int[] starts, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
-    "tail, float scaling, float softcap) -> Tensor",
+    "(Tensor query, Tensor[] keys, int[] starts, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int tail, "
+    "Tensor? pages, int page_tokens, float scaling, float softcap) -> Tensor",
     attend)
 
 }  // namespace kvcache_compress

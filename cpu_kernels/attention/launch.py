@@ -26,8 +26,10 @@ class _Described(NamedTuple):
         return type(None), ()
 
 
-def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-    """Attend in C++; same arguments and result as `backends.torch.attend`."""
+def attend(
+    call: AttentionCall, keys: View, values: View, rows: torch.Tensor | None = None, page: int = 0
+) -> torch.Tensor:
+    """Attend in C++; same arguments and result as `backends.torch.attend`, or `Backend.attend_to_pages`."""
     query, mask, s_aux = call.query, call.mask.tensor, call.s_aux
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
@@ -42,6 +44,8 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         None if s_aux is None else s_aux.float().contiguous(),
         keys.packed,
         keys.tail_tokens,
+        rows,
+        page,
         call.scaling,
         call.softcap or 0.0,
     )

@@ -68,10 +68,17 @@ struct Rows {
   int64_t first, count;
 };
 
+// Where the packed tokens of a sequence are: token t in page t / tokens, at index t % tokens of that block of the pool.
+struct Pages {
+  const int64_t* blocks = nullptr;  // null if the sequence is a row of the batch
+  int64_t tokens = 0;               // of a page: a multiple of every group and of the largest tile
+};
+
 // Tokens [first, last) of a segment whose first token has this `position` in the sequence.
 struct Run {
   const Decoder &keys, &values;
   int64_t first, last, position;
+  Pages pages;
 };
 
 // Partial softmax of a row over the tokens so far: the largest logit, and relative to it the sum of the weights.
@@ -123,12 +130,15 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
   const std::unique_ptr<float[]> decoded(new float[most * widest]), logits(new float[rows.count * MAX_TILE]);
   std::optional<MappedQueries> mapped;
   if (queries.anchored != nullptr) mapped.emplace(*queries.anchored, rows.head, queries.numbers, rows.count);
-  // A tile lies in one group; groups are powers of two.
+  // A tile lies in one group and in one page; groups are powers of two.
   const int64_t tile = mapped ? std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(most)), mapped->group()) : most;
-  for (int64_t t = run.first; t < run.last; t += tile) {
-    const int64_t count = std::min(tile, run.last - t), position = run.position + t;
+  const int64_t page = run.pages.blocks == nullptr ? run.last : run.pages.tokens;
+  for (int64_t t = run.first, count = 0; t < run.last; t += count) {
+    const int64_t start = t / page * page, position = run.position + t;
+    count = std::min({tile, run.last - t, start + page - t});
+    const Head head = run.pages.blocks == nullptr ? rows.head : Head{run.pages.blocks[t / page], rows.head.head, start};
     const float* q = mapped ? mapped->at(t) : queries.numbers;
-    run.keys.decode(rows.head, t, count, decoded.get());
+    run.keys.decode(head, t - start, count, decoded.get());
     score(q, rows.count, decoded.get(), count, k_width, logits.get(), MAX_TILE);
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t query = (rows.first + r) % step.count;
@@ -147,7 +157,7 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
         for (int64_t c = 0; c < v_width; ++c) sums[r * apart + c] *= shrink;
       }
     }
-    run.values.decode(rows.head, t, count, decoded.get());
+    run.values.decode(head, t - start, count, decoded.get());
     add_weighted(logits.get(), MAX_TILE, decoded.get(), count, v_width, rows.count, sums, apart);
   }
 }

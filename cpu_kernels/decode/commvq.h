@@ -139,7 +139,7 @@ class ComplexDecoder : public Decoder {
     const std::vector<uint32_t> rows = books_.find(codes_, head, first, count);
     const int64_t stride = books_.stride, summed = books_.terms;
     for (int64_t t = 0; t < count; ++t) {
-      const Half* factors = rope_.row<Half>(head, first + t);
+      const Half* factors = rope_.row<Half>(head, head.start + first + t);
       widen<Half>(factors, rotary, cosine.data());
       widen<Half>(factors + rotary, rotary, sine.data());
       const float scale = *scales_.row<Half>(head, first + t);

@@ -52,9 +52,9 @@ inline Conversion conversion(ScalarType dtype) {
   }
 }
 
-// A key/value head of one sequence of the batch.
+// A key/value head of one sequence of the batch; or of one page, which holds tokens from number `start` on.
 struct Head {
-  int64_t batch, head;
+  int64_t batch, head, start = 0;
 };
 
 class Decoder {

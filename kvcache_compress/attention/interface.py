@@ -8,13 +8,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.adapters import compressible, unwrapped
+from kvcache_compress.storage.paged import PagedStep
 from kvcache_compress.storage.view import AttentionPath, View
 
 from .position_hooks import register_fused_hooks, remove_fused_hooks
@@ -66,8 +67,8 @@ def attention_mask(*args: Any, **kwargs: Any) -> Any:
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | View,
-    value: torch.Tensor | View,
+    key: torch.Tensor | View | PagedStep,
+    value: torch.Tensor | View | PagedStep,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -77,11 +78,19 @@ def attention_forward(
 
     Queries are `[B, Hq, n, D]`. Returns the output `[B, n, Hq, Dv]`, and the attention weights or None.
     """
-    if isinstance(key, View) and isinstance(value, View):
+    paged = kwargs.get("cache")
+    if paged is not None and not isinstance(paged, Cache):  # continuous batching before Transformers 5.24
+        key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
+    if isinstance(key, View | PagedStep):
         call = AttentionCall.of(
-            query, attention_mask, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            query, None if isinstance(key, PagedStep) else attention_mask,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=kwargs.get("softcap"), s_aux=kwargs.get("s_aux"),
         )  # fmt: skip
+    if isinstance(key, PagedStep):
+        options: dict[str, Any] = {"scaling": call.scaling, "softcap": call.softcap, "s_aux": call.s_aux}
+        return key.attend(call, lambda *part: attention_forward(module, *part, **options)[0]), None
+    if isinstance(key, View) and isinstance(value, View):
         key.close(call)
         path = _path(key, value, call, module, attention_mask, dropout, kwargs)
         if path is not None:

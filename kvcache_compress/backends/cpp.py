@@ -29,6 +29,7 @@ class CppBackend(TorchBackend):
 
     name = "cpp"
     always_tiles = True
+    attends_to_pages = True
 
     def problem(self) -> str | None:
         return _problem()
@@ -52,6 +53,11 @@ class CppBackend(TorchBackend):
         if not keys.packed:  # codecs may lack their statistics
             return super().attend(call, keys, values)
         return launch.attend(call, keys, values)
+
+    def attend_to_pages(
+        self, call: AttentionCall, keys: View, values: View, rows: torch.Tensor, page: int
+    ) -> torch.Tensor:
+        return launch.attend(call, keys, values, rows, page)
 
 
 @cache

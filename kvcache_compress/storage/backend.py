@@ -104,6 +104,19 @@ class Backend(AttentionPath):
         with on_device(buffers.counts):
             buffers.step(sides, fresh, counter)
 
+    attends_to_pages = False
+    """True if it has `attend_to_pages`."""
+
+    def attend_to_pages(
+        self, call: AttentionCall, keys: View, values: View, rows: torch.Tensor, page: int
+    ) -> torch.Tensor:
+        """Attend with one query for each of several sequences, `[n, Hq, 1, D]`, to pages of `page` tokens.
+
+        Rows of the views' dense tokens are slots, those of their fields are blocks. `rows` `[n, 4 + pages]` has each
+        sequence's slot, its sinks, packed and tail tokens, and its blocks.
+        """
+        raise NotImplementedError
+
     def takes(self, call: AttentionCall, keys: View, values: View) -> bool:
         """True if `attend` is a fast way for this call to attend to packed tokens."""
         return call.query.shape[2] <= MAX_DECODE_TOKENS

@@ -23,11 +23,11 @@ def longest(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
-def not_packable_error(what: str, layer: int) -> ValueError:
+def not_packable_error(what: str, layer: int | None) -> ValueError:
     """Make the error for keys or values that are not finite or have a norm above `LONGEST`."""
     return ValueError(
-        f"{what} of layer {layer} hold NaN, infinity or norms above {LONGEST:g}, which cannot be packed. Try a wider "
-        "dtype for the model"
+        f"{what} of {'a layer' if layer is None else f'layer {layer}'} hold NaN, infinity or norms above {LONGEST:g}, "
+        "which cannot be packed. Try a wider dtype for the model"
     )
 
 

@@ -22,6 +22,7 @@ from support.kernels.attention_cases import (
     segments,
     tq,
 )
+from support.kernels.pages import PAGED, over_pages
 from support.kernels.segment_makers import make_side
 from support.method_cases import neighbour_layout
 
@@ -70,6 +71,12 @@ def test_equals_plain_attention(name: str) -> None:
 
     for attend in (launch.attend, as_float):
         check_attention(attend, CALLS[name], keys, values)
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_equal_plain_attention(name: str) -> None:
+    keys, values = segments(PAGED[name])
+    check_attention(over_pages(launch.attend), PAGED[name], keys, values)
 
 
 def test_rows_hidden_by_the_lowest_number_are_averages() -> None:

@@ -1,25 +1,27 @@
-"""`compress` makes a model's `generate` use compressed caches, within a `with` block or until `stop()`."""
+"""`compress` makes `generate` and `generate_batch` use compressed caches, within a `with` block or until `stop()`."""
 
 import functools
 import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from kvcache_compress.attention.interface import attends_fused, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.position_hooks import PositionHooks, register_position_hooks
+from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.modeling.adapters import compressible
 from kvcache_compress.modeling.decoder import cache_argument
 
-from .compressed_cache import CompressedCache
+from .plan import Plan, bytes_of
+from .statistics import ModelCodecs, model_codecs
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +34,12 @@ class Compression:
         cache: the cache of the latest `generate` call, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, compression: CompressionConfig, fused: bool | None) -> None:
+    def __init__(self, model: PreTrainedModel, compression: CompressionConfig, *options: Any) -> None:
         self.compression = compression
         self.cache: CompressedCache | None = None
         # Weak references: the handle must not keep the model alive, nor the model the handle's cache.
         self._model = weakref.ref(model)
-        self._call = _Call(compression, fused, weakref.ref(self))
+        self._call = _Call(weakref.ref(self), compression, *options)
         _enter(model, self._call)
 
     @property
@@ -78,11 +80,24 @@ class Compression:
 class _Call:
     """An open `compress` call."""
 
+    handle: weakref.ref[Compression]
     compression: CompressionConfig
     fused: bool | None
-    handle: weakref.ref[Compression]
+    memory: int
+    statistics: torch.Tensor | None
     in_block: bool = False
     reported: bool = False
+    codecs: ModelCodecs | None = None
+
+    def plan(self, model: PreTrainedModel, batching: ContinuousBatchingConfig, most_tokens: int | None) -> Plan:
+        """Plan the memory of continuous batching; the first call measures the statistics."""
+        if self.codecs is None:
+            self.codecs = model_codecs(model, self.compression, self.statistics)
+        decoder = model.config.get_text_config(decoder=True)
+        return Plan(
+            decoder, self.codecs, batching, self.memory, most_tokens, model.dtype, model.device,
+            self.fused is not False,
+        )  # fmt: skip
 
     def report_unfilled(self, model: PreTrainedModel, cache: CompressedCache) -> None:
         """Warn once if `generate` put no tokens into the compressed layers."""
@@ -117,8 +132,10 @@ def compress(
     compression: CompressionConfig | str | Path | Mapping[str, Any],
     *,
     fused: bool | None = None,
+    memory: int | str | None = None,
+    statistics: torch.Tensor | Sequence[int] | None = None,
 ) -> Compression:
-    """Make `model.generate` use a compressed cache wherever it would create a cache itself.
+    """Make `model.generate` and `model.generate_batch` use compressed caches wherever they would create one themselves.
 
     Compression is on from the call until `stop()` of the returned handle, or until the end of a `with` block:
 
@@ -136,15 +153,20 @@ def compress(
         model: a decoder-only model, or a PEFT model around one.
         compression: a preset's name, a path, a dictionary or a config, as for `load_config`.
         fused: fused attention on, off, or (None) on if the model's attention can be switched.
+        memory: memory for the tokens of continuous batching, in bytes or as `"8GiB"` or `"50%"` of what is free (the
+            default).
+        statistics: token ids of about a thousand tokens of text for the statistics of continuous batching, which all
+            requests share; by default a built-in text, with the tokenizer in the model's folder.
 
     Raises:
-        ValueError: `CompressedCache` refuses the model or the config, or the model always uses a cache of its own
-            (PEFT's prefix tuning).
+        ValueError: `CompressedCache` refuses the model or the config, the model always uses a cache of its own (PEFT's
+            prefix tuning), or `memory` is not a size.
     """
     inner = compressible(model)
     config = load_config(compression)
     CompressedCache(inner.config, config)
-    return Compression(inner, config, fused)
+    text = None if statistics is None else torch.as_tensor(statistics)
+    return Compression(inner, config, fused, bytes_of(memory, inner.device), text)
 
 
 def _enter(model: PreTrainedModel, call: _Call) -> None:
@@ -154,6 +176,7 @@ def _enter(model: PreTrainedModel, call: _Call) -> None:
         blocks.open.append(call)
         if model not in _BLOCKS:
             model.generate = _compressing(model, blocks)
+            model.init_continuous_batching = _batching(model, blocks)
             blocks.wrapper = weakref.ref(model.generate)
             _BLOCKS[model] = blocks
 
@@ -171,7 +194,7 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
         if blocks.open:
             _switch(model, blocks.open[-1], blocks)
             return
-        del _BLOCKS[model]
+        del _BLOCKS[model], model.init_continuous_batching
         if blocks.wrapper is None or vars(model).get("generate") is not blocks.wrapper():
             pass  # Other code has wrapped our `generate`; from now on it just passes calls on.
         elif blocks.generate is None:
@@ -236,3 +259,16 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             del running.generate
 
     return generate_compressed
+
+
+def _batching(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
+    """Make the model's `init_continuous_batching`, which `generate_batch` calls, use pages of the latest open call."""
+
+    @functools.wraps(model.init_continuous_batching)
+    def init_compressed(*args: Any, **kwargs: Any) -> Any:
+        from .contact import manager  # Transformers before 5.19 cannot import it
+
+        call = blocks.open[-1]
+        return manager(model, functools.partial(call.plan, model), call.fused is not False, *args, **kwargs)
+
+    return init_compressed

@@ -1,0 +1,382 @@
+"""Everything that touches private names of Transformers' continuous batching (5.19 to 5.24).
+
+`manager` makes the manager that `init_continuous_batching` returns for a model under `compress`. Its cache keeps the
+full-attention layers in our pages, and sliding layers in Transformers' own.
+"""
+
+import hashlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation import continuous_batching
+from transformers.generation.continuous_batching import cache as cb_cache
+from transformers.generation.continuous_batching import continuous_api, input_outputs
+from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+
+from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
+from kvcache_compress.storage.checks import not_packable_error
+from kvcache_compress.storage.paged import PagedStep, PagedStorage, Request, Step
+
+from .plan import Plan
+
+logger = logging.getLogger(__name__)
+_MANY = 1 << 40
+"""Blocks that no pool has: how an allocator says that a request must wait."""
+_SIGNATURES: dict[Callable[..., Any], str] = {
+    FullAttentionCacheAllocator.__init__: "index config num_key_value_heads cache_dtype page_size layer_indices "
+    "allow_block_sharing",
+    FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page "
+    "allow_block_sharing",
+    FullAttentionCacheAllocator.register_cache_tensor: "bytes_per_sector non_trash_bytes cache_tensor pool",
+    FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
+    FullAttentionCacheAllocator.needs_new_blocks: "request_id past_length query_length",
+    FullAttentionCacheAllocator._compute_blocks_needed: "allocated_blocks past_length query_length",
+    FullAttentionCacheAllocator.allocate_cache_to_request: "request_id past_length query_length",
+    FullAttentionCacheAllocator.free_blocks: "request_id no_cache",
+    FullAttentionCacheAllocator.fork_blocks: "source_request_id dest_request_id past_length",
+    FullAttentionCacheAllocator.count_shareable_blocks: "source_request_id past_length",
+    FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
+    cb_cache.PagedAttentionCache.can_store_request_tokens: "state request_len dry_run",
+    cb_cache.PagedAttentionCache.search_prefix_match: "request_id prompt_ids",
+    cb_cache.PagedAttentionCache.prepare_fork_request: "src_state dst_req_ids copy_src_and_dst",
+    cb_cache.PagedAttentionCache.update: "key_states value_states layer_idx kwargs",
+    cb_cache.PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors: "",
+    continuous_api.ContinuousBatchingManager._create_batch_processor: "",
+    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn: "model auto_switch_to_flash",
+    input_outputs.attn_mask_is_needed: "config",
+}  # fmt: skip
+"""Functions that are overridden or replaced, and their parameters."""
+_CREATING = threading.Lock()
+
+
+def check() -> None:
+    """Raise `RuntimeError` if this release of Transformers differs in what this module overrides."""
+    for function, names in _SIGNATURES.items():
+        found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
+        if found != names:
+            raise RuntimeError(
+                f"Transformers {transformers.__version__} has another continuous batching than this release knows: "
+                f"{function.__qualname__} takes ({found}), not ({names}). Use Transformers 5.19 to 5.24"
+            )
+
+
+class _Allocator(FullAttentionCacheAllocator):
+    """Blocks of compressed pages, each with the pages of all full-attention layers, and slots of dense tokens."""
+
+    supports_block_table = False
+    plan: ClassVar[Plan]
+
+    def __init__(
+        self, index: int, config: Any, num_key_value_heads: int, cache_dtype: torch.dtype, page_size: int,
+        layer_indices: list[int], allow_block_sharing: bool,
+    ) -> None:  # fmt: skip
+        page, windows = self.plan.page, self.plan.windows
+        self._before_cache_tensor_init(index, layer_indices, page, self.plan.block_bytes, allow_block_sharing)
+        self.pages_per_block, self.bytes_per_block = 1, self.plan.block_bytes
+        self.windows, self.requests, self.free_slots = windows, dict[str, Request](), list(range(self.plan.slots))
+        self.prefix_sinks: dict[int, tuple[int, int]] = {}
+        """Row of the sinks that belong to a shared first block, and the block's hash."""
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
+    ) -> None:
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.storages: dict[int, PagedStorage] = self.plan.storages(self._copy_view)
+
+    # Requests
+
+    def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
+        return max(0, self.plan.blocks_of(past_length + query_length) - allocated_blocks)
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        if request_id not in self.requests and not self.free_slots:
+            return _MANY
+        return super().needs_new_blocks(request_id, past_length, query_length)
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        if request_id not in self.requests:
+            self._add(request_id)
+
+    def _add(self, request_id: str, tokens: int = 0, packed: int = 0) -> Request:
+        found = Request(self.free_slots.pop(), self.block_table[request_id], tokens, packed)
+        self.requests[request_id] = found
+        return found
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self.free_slots.append(request.slot)
+        super().free_blocks(request_id, no_cache)
+
+    # Shared prefixes and forks
+
+    def _hashes(self, tokens: list[int]) -> Iterator[int]:
+        """Hash of every whole page of a text, with all tokens before its end."""
+        digest, start = hashlib.blake2b(digest_size=16), 0
+        for stop in range(self.windows.sinks + self.plan.page, len(tokens) + 1, self.plan.page):
+            digest.update(torch.tensor(tokens[start:stop]).numpy().tobytes())
+            yield int.from_bytes(digest.digest(), "little")
+            start = stop
+
+    def acquire_prefix(self, request_id: str, tokens: list[int], total: int) -> int:
+        """Share the pages that hold a prompt's first tokens with a new request; return how many tokens these are.
+
+        `total` is how many tokens the request may have; if there is no room for it, nothing is shared.
+        """
+        found: list[int] = []
+        for known in self._hashes(tokens[:-1]):
+            block = self.ledger.hash_to_block.get(known)
+            if block is None:
+                break
+            found.append(block)
+        lacking = self.plan.blocks_of(total) - len(found)
+        free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
+        if not found or not self.free_slots or lacking > free:
+            return 0
+        self.block_table[request_id] = found
+        for block in found:
+            self.ledger.acquire(block)
+        packed = len(found) * self.plan.page
+        request = self._add(request_id, self.windows.sinks + packed, packed)
+        row, _ = self.prefix_sinks[found[0]]
+        for storage in self.storages.values():
+            storage.copy_dense(row, request.slot, tails=False)
+        return request.tokens
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        whole = request.packed // self.plan.page * self.plan.page
+        hashes = self._hashes(token_ids[: self.windows.sinks + whole])
+        for index, (block, known) in enumerate(zip(request.blocks, hashes, strict=False)):
+            if self.ledger.block_to_hash.get(block) == known:
+                continue
+            if index == 0 and not self._keep_sinks(request.slot, block, known):
+                return
+            if self.ledger.register_new_hash(block, known) is not None:
+                return  # another request has computed the same pages
+
+    def _keep_sinks(self, slot: int, block: int, known: int) -> bool:
+        """Copy a request's sinks to a row of their own; False if none is free."""
+        kept = {b: held for b, held in self.prefix_sinks.items() if self.ledger.block_to_hash.get(b) == held[1]}
+        rows = set(range(self.plan.slots, self.plan.slots + self.plan.prefixes)) - {row for row, _ in kept.values()}
+        self.prefix_sinks = kept
+        if not rows or known in self.ledger.hash_to_block:
+            return False
+        row = min(rows)
+        for storage in self.storages.values():
+            storage.copy_dense(slot, row, tails=False)
+        kept[block] = row, known
+        return True
+
+    def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
+        return self.requests[source_request_id].packed // self.plan.page if self.use_block_sharing else 0
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        pairs = super().fork_blocks(source_request_id, dest_request_id, past_length)
+        source = self.requests[source_request_id]
+        request = self._add(dest_request_id, source.tokens, source.packed)
+        for storage in self.storages.values():
+            storage.copy_dense(source.slot, request.slot)
+        return pairs
+
+    # A step; Transformers' indices are not used
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        return []
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        return []
+
+
+class _Cache(cb_cache.PagedAttentionCache):
+    """Cache whose full-attention layers are compressed."""
+
+    processor: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pages: _Allocator = next(x for x in self.cache_allocators.values() if isinstance(x, _Allocator))
+        self.step: Step | None = None
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Admit a request only if all tokens that it may ever have fit, so that none is taken back later.
+
+        A prompt that fits into a step is not divided between two.
+        """
+        left = len(state.remaining_prefill_tokens)
+        fits = left <= self.max_batch_tokens - len(self.processor.scheduler.active_requests)
+        if request_len < left and fits and not state.num_children:
+            return False
+        return super().can_store_request_tokens(state, max(request_len, _total(state) - state.current_len()), dry_run)
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        if not self.use_prefix_sharing:
+            return 0
+        state = self.processor.scheduler.waiting_requests[request_id]
+        return self.pages.acquire_prefix(request_id, prompt_ids, _total(state))
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        forked = dst_req_ids[: len(self.pages.free_slots)]
+        return list(super().prepare_fork_request(src_state, forked, copy_src_and_dst))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        storage = self.pages.storages.get(layer_idx)
+        if storage is None:
+            return super().update(key_states, value_states, layer_idx, kwargs)
+        if layer_idx == self.pages.layer_indices[0]:
+            batch = self.processor.inputs_and_outputs.requests_in_batch
+            parts = ((self.pages.requests[one.state.request_id], one.query_length) for one in batch)
+            self.step = Step(parts, storage.windows, storage.page, key_states.device)
+        assert self.step is not None
+        found = PagedStep(storage, self.step, storage.append(self.step, key_states, value_states))
+        return found, found
+
+    def rejected(self) -> dict[str, Exception]:
+        """Requests of the last step whose tokens cannot be packed, with the reason."""
+        if self.step is None or not bool(self.step.bad.any()):
+            return {}
+        batch = self.processor.inputs_and_outputs.requests_in_batch
+        bad = (self.step.bad[part.first : part.first + part.count].any() for part in self.step.parts)
+        return {
+            one.state.request_id: not_packable_error("keys or values", None)
+            for one, is_bad in zip(batch, bad, strict=True)
+            if is_bad
+        }
+
+
+def _total(state: Any) -> int:
+    """Tokens that a request may have in the cache."""
+    return len(state.initial_tokens) + state._new_tokens_limit
+
+
+class _Manager(continuous_batching.ContinuousBatchingManager):
+    """Manager of requests whose cache is compressed."""
+
+    plan: ClassVar[Callable[[ContinuousBatchingConfig, int | None], Plan]]
+    fused: ClassVar[bool]
+    most_tokens: ClassVar[int | None]
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        enable_fused_attention(model)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        super().stop(*args, **kwargs)
+        if not self.fused:
+            disable_fused_attention(self.model)
+
+    def _create_batch_processor(self) -> Any:
+        if self.batch_processor is not None:
+            return super()._create_batch_processor()
+        config = self.continuous_batching_config
+        config.use_async_batching, config.use_cuda_graph = False, (False, False)
+        config.safety_margin = config.safety_margin or 0.0  # admitted requests never need more room
+        plan = type(self).plan(config, self.most_tokens)
+        with _replaced(plan):
+            processor = super()._create_batch_processor()
+        processor.cache.processor = processor
+        _check_arrivals(processor, plan)
+        _fail_rejected(processor)
+        return processor
+
+
+def _check_arrivals(processor: Any, plan: Plan) -> None:
+    """Let a request fail alone, as it arrives, if it can never fit."""
+    add, blocks = processor.scheduler.add_waiting_request, processor.cache.pages.num_blocks
+
+    def checked(state: Any) -> None:
+        plan.check_request(len(state.initial_tokens), state.max_new_tokens, blocks)
+        add(state)
+
+    processor.scheduler.add_waiting_request = checked
+
+
+def _fail_rejected(processor: Any) -> None:
+    """After a step, let the requests fail alone whose tokens could not be packed."""
+    batch_update = processor.inputs_and_outputs.prepare_batch_update
+
+    def without_rejected() -> tuple[list[Any], list[int], list[float] | None]:
+        batch, tokens, logprobs = batch_update()
+        rejected = processor.cache.rejected()
+        if not rejected:
+            return batch, tokens, logprobs
+        kept = [one.state.request_id not in rejected for one in batch]
+        new = [keep for one, keep in zip(batch, kept, strict=True) if one.has_new_token]
+        for one in batch:
+            if (error := rejected.get(one.state.request_id)) is not None:
+                processor._handle_request_error(error, one.state)
+                processor.cache.free_blocks(one.state.request_id, no_cache=True)
+                processor.scheduler.finish_request(one.state.request_id)
+        batch = [one for one, keep in zip(batch, kept, strict=True) if keep]
+        tokens = [x for x, keep in zip(tokens, new, strict=False) if keep]
+        return batch, tokens, logprobs and [x for x, keep in zip(logprobs, new, strict=False) if keep]
+
+    processor.inputs_and_outputs.prepare_batch_update = without_rejected
+
+
+@contextmanager
+def _replaced(plan: Plan) -> Iterator[None]:
+    """Let Transformers build its batch processor from our classes within the block."""
+
+    class Memory(cb_cache.PagedAttentionMemoryHandler):
+        def infer_max_batch_tokens_and_num_sectors(self) -> tuple[int, int]:
+            return plan.step_tokens, plan.sectors(self.bytes_per_sector)
+
+        def get_available_memory(self) -> int:
+            return 0
+
+    allocator = type("CompressedAllocator", (_Allocator,), {"plan": plan})
+    layers = cb_cache.group_layers_by_attn_type(plan.config)
+    if sliding := layers.get(continuous_api.SLIDING_ATTENTION):
+        sizes = cb_cache.find_num_key_value_heads(plan.config), cb_cache.find_head_dim(plan.config)
+        page = FullAttentionCacheAllocator.get_bytes_per_page(*sizes, plan.dtype, plan.batching.page_size)
+        plan.share_sectors(len(sliding) * page)
+    replacements: list[tuple[Any, str, Any]] = [
+        (cb_cache, "PagedAttentionMemoryHandler", Memory),
+        (continuous_api, "PagedAttentionCache", _Cache),
+        (cb_cache, "ATTN_TYPE_TO_ALLOCATOR", cb_cache.ATTN_TYPE_TO_ALLOCATOR | {_Allocator.layer_type: allocator}),
+        (input_outputs, "attn_mask_is_needed", lambda config: bool(sliding)),
+    ]
+    with _CREATING:
+        before = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+        for module, name, new in replacements:
+            setattr(module, name, new)
+        try:
+            yield
+        finally:
+            for module, name, old in before:
+                setattr(module, name, old)
+
+
+def manager(
+    model: PreTrainedModel,
+    plan: Callable[[ContinuousBatchingConfig, int | None], Plan],
+    fused: bool,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Make a manager, with the arguments of `init_continuous_batching`; `plan` is asked before its first step."""
+    check()
+    config = generation_config or model.generation_config
+    if config.eos_token_id is None:
+        config.eos_token_id = -1
+    hints = workload_hints
+    most = hints and hints.max_prompt_length + hints.max_generated_length
+    kind = type("CompressedManager", (_Manager,), {"plan": staticmethod(plan), "fused": fused, "most_tokens": most})
+    return kind(model, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints)

@@ -1,0 +1,181 @@
+"""Where the memory of continuous batching goes: slots of dense tokens, and blocks of pages."""
+
+import logging
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, PreTrainedConfig
+
+from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.storage.paged import PagedStorage
+
+from .statistics import ModelCodecs
+
+logger = logging.getLogger(__name__)
+PAGE_TOKENS = 64
+STEP_TOKENS = 4096
+"""Most tokens of a step, unless `max_batch_tokens` says otherwise."""
+EXPECTED_TOKENS = 1024
+"""Tokens of a request for which slots and pages are balanced, unless their lengths are known."""
+_ALIGNMENT = 128
+"""Bytes at a multiple of which every field of a block begins, as vector loads and Transformers' sectors need."""
+
+
+def bytes_of(memory: int | str | None, device: torch.device) -> int:
+    """Bytes of a size such as `"8GiB"`, or of a share of what is free on `device`, such as `"50%"` (None).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(memory, int) and memory > 0:
+        return memory
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%|[KMGT]iB)", "50%" if memory is None else str(memory))
+    if found is None:
+        raise ValueError(
+            f"memory={memory!r}: must be a number of bytes, a size such as '8GiB' or a share such as '50%'"
+        )
+    if found[2] != "%":
+        return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2][0])))
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(float(found[1]) / 100 * free)
+
+
+@dataclass
+class Plan:
+    """Sizes of the pools of a model's continuous batching.
+
+    Args:
+        config: the decoder's config.
+        codecs: codecs of its layers.
+        batching: Transformers' options: `max_requests_per_batch`, `max_batch_tokens` and `num_blocks` are used.
+        memory: bytes for slots and pages.
+        most_tokens: tokens of the longest request, if known; requests are expected to have half as many.
+        dtype, device: of the dense tokens.
+        fused: False to decode pages before attention.
+    """
+
+    config: PreTrainedConfig
+    codecs: ModelCodecs
+    batching: ContinuousBatchingConfig
+    memory: int
+    most_tokens: int | None
+    dtype: torch.dtype
+    device: torch.device
+    fused: bool = True
+    slots: int = field(init=False)
+    """Requests that can run at once."""
+    prefixes: int = field(init=False)
+    """Shared prefixes whose sinks are kept."""
+
+    def __post_init__(self) -> None:
+        windows = self.windows = self.codecs.windows
+        self.page = math.lcm(PAGE_TOKENS, windows.group)
+        self.step_tokens = self.batching.max_batch_tokens or STEP_TOKENS
+        self._offsets, self.block_bytes = self._layout()
+        dense = 0
+        for layer in self.codecs.layers.values():
+            dims = sum(codec.context.head_dim for codec in layer.codecs.values())
+            dense += layer.heads * dims * self.dtype.itemsize
+        self._slot_bytes = dense * (windows.sinks + windows.recent + windows.flush)
+        self._sink_bytes = dense * windows.sinks
+        expected = self.most_tokens // 2 if self.most_tokens else EXPECTED_TOKENS
+        fitting = self.memory // (self._slot_bytes + self.blocks_of(expected) * self.block_bytes)
+        self.slots = max(1, min(self.batching.max_requests_per_batch or 1, fitting))
+        self.prefixes = -(-self.slots // 4) if self.batching.allow_block_sharing else 0
+
+    def _layout(self) -> tuple[dict[tuple[int, str], list[int]], int]:
+        """Byte at which each field of a block begins, by layer and side, and the size of a block."""
+        offsets: dict[tuple[int, str], list[int]] = {}
+        at = 0
+        for index, layer in self.codecs.layers.items():
+            for side in SIDES:
+                offsets[index, side] = starts = []
+                for stored in layer.codecs[side].fields:
+                    starts.append(at)
+                    rows = layer.heads * (self.page // stored.tokens)
+                    size = rows * math.prod(stored.shape) * stored.dtype.itemsize
+                    at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return offsets, at
+
+    def share_sectors(self, size: int) -> None:
+        """Enlarge blocks so that a sector holds whole numbers of them and of sliding layers' blocks of `size` bytes."""
+        if size <= self.block_bytes:
+            self.block_bytes = -(-self.block_bytes // size) * size
+            return
+        parts = size // self.block_bytes
+        while size % (parts * _ALIGNMENT):
+            parts -= 1
+        self.block_bytes = size // parts
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks that a request of this many tokens needs."""
+        return -(-max(0, tokens - self.windows.sinks - self.windows.recent) // self.page)
+
+    def sectors(self, size: int) -> int:
+        """Sectors of `size` bytes that fit beside the slots.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        if self.batching.num_blocks is not None:
+            return -(-self.batching.num_blocks * self.batching.page_size * self.block_bytes // (self.page * size))
+        left = self.memory - self.slots * self._slot_bytes - self.prefixes * self._sink_bytes
+        if left < size:
+            raise ValueError(
+                f"memory={self.memory}: too little for one request and one block of {self.page} tokens, which take "
+                f"{self._slot_bytes + size} bytes"
+            )
+        logger.info(
+            "%.0f MiB hold %d packed tokens in pages of %d, and %d requests at once", self.memory / 2**20,
+            left // self.block_bytes * self.page, self.page, self.slots,
+        )  # fmt: skip
+        return left // size
+
+    def check_request(self, prompt: int, new: int | None, blocks: int) -> None:
+        """Raise `ValueError` if a request can never run."""
+        if new is None or new < 1:
+            raise ValueError(f"max_new_tokens={new}: must be at least 1, because a request's room is reserved at once")
+        if prompt < 1:
+            raise ValueError("input_ids=[]: a request needs at least one token")
+        if (needed := self.blocks_of(prompt + new)) > blocks:
+            raise ValueError(
+                f"{prompt} + {new} tokens need {needed} blocks, and the pool has {blocks}: shorten the request, or "
+                "give compress more memory"
+            )
+
+    def storages(self, memory: torch.Tensor) -> dict[int, PagedStorage]:
+        """Storages of all layers over the blocks in `memory`, uint8 `[blocks, block_bytes]`."""
+        tracks: dict[int, Any] = {}
+        return {index: self._storage(index, memory, tracks) for index in self.codecs.layers}
+
+    def _storage(self, index: int, memory: torch.Tensor, tracks: dict[int, Any]) -> PagedStorage:
+        layer, windows = self.codecs.layers[index], self.windows
+        pools, sinks, tails = {}, {}, {}
+        for side, codec in layer.codecs.items():
+            fields = []
+            for at, stored in zip(self._offsets[index, side], codec.fields, strict=True):
+                shape = (len(memory), layer.heads, self.page // stored.tokens, *stored.shape)
+                inner = torch.empty(shape[1:], device="meta").stride()
+                flat = memory.flatten().view(stored.dtype)
+                size = stored.dtype.itemsize
+                fields.append(flat.as_strided(shape, (self.block_bytes // size, *inner), at // size))
+            pools[side] = tuple(fields)
+            shape = (self.slots + self.prefixes, layer.heads, windows.sinks, codec.context.head_dim)
+            sinks[side] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            shape = (self.slots, layer.heads, windows.recent + windows.flush, codec.context.head_dim)
+            tails[side] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        track = layer.track
+        if track is not None and id(track) not in tracks:
+            most = min(self.config.max_position_embeddings, len(memory) * self.page + windows.sinks + windows.flush)
+            if most > track.tokens:
+                like = torch.empty(1, 1, most - track.tokens, 1, device=self.device)
+                track.extend(track.tokens, like)
+            tracks[id(track)] = track
+        return PagedStorage(layer.codecs, pools, sinks, tails, windows, self.page, layer.backend, track, self.fused)

@@ -1,0 +1,317 @@
+"""Storage of many requests: packed tokens in pages of a shared pool, dense tokens in slots.
+
+Packed token i of a request, which is its token `sinks + i`, lies in page `i // page` of its block table. Codecs have
+their statistics before the first page, and these never change.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from kvcache_compress.codecs.base import Codec, Side
+from kvcache_compress.codecs.device import on_device
+from kvcache_compress.codecs.layout import Field
+from kvcache_compress.codecs.mask import AttentionCall
+
+from .adaptive.eras import Era
+from .backend import ENCODE_CHUNK_TOKENS, Backend
+from .checks import LONGEST
+from .packed_store import PackedStore
+from .shared.rope_track import RopeTrack
+from .side import Windows
+from .view import View
+
+
+@dataclass
+class Request:
+    """Tokens of a request, the same in all layers: its slot, its block table, and how many it has."""
+
+    slot: int
+    blocks: list[int]
+    tokens: int = 0
+    packed: int = 0
+
+
+class Part:
+    """A request's tokens in a step, before and after it.
+
+    One token is a decode step: it packs earlier tokens that have left the recent window. More are a prompt or a chunk
+    of one, whose own tokens are packed too.
+
+    Attributes:
+        first, count: index of its first new token in the step, and their number.
+        sinks, packed, tail: tokens of each segment before the step.
+        new_sinks: new tokens that are sinks; leaving: tokens that are packed in the step.
+    """
+
+    def __init__(self, request: Request, first: int, count: int, windows: Windows) -> None:
+        self.request, self.first, self.count = request, first, count
+        self.sinks = min(request.tokens, windows.sinks)
+        self.packed = request.packed
+        self.tail = request.tokens - self.sinks - self.packed
+        self.new_sinks = min(windows.sinks - self.sinks, count)
+        self.leaving = windows.leaving(self.tail + (0 if self.decodes else count - self.new_sinks))
+        request.tokens += count
+        request.packed += self.leaving
+
+    @property
+    def decodes(self) -> bool:
+        return self.count == 1
+
+
+class Step:
+    """A batch of parts, and the indices that all layers share.
+
+    Attributes:
+        prompts: parts of more than one token, and in a step without kernels all of them.
+        bad: True for new tokens that cannot be packed, `[n]`; layers add what they find.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Request, int]], windows: Windows, page: int, device: torch.device) -> None:
+        self.windows, self.page, self.device = windows, page, device
+        self.parts: list[Part] = []
+        for request, count in parts:
+            self.parts.append(Part(request, self.tokens, count, windows))
+        self.decodes = [part for part in self.parts if part.decodes]
+        self.flushing = [part for part in self.decodes if part.leaving]
+        self.bad = torch.zeros(self.tokens, dtype=torch.bool, device=device)
+        self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def tokens(self) -> int:
+        return self.parts[-1].first + self.parts[-1].count if self.parts else 0
+
+    def _tensor(self, numbers: Sequence[object]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    def _appended(self, sinks: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Decode tokens that become sinks, or tail tokens: their indices in the step, slots, and places there."""
+        parts = [part for part in self.decodes if bool(part.new_sinks) is sinks]
+        first, slot = self._tensor([part.first for part in parts]), self._tensor([part.request.slot for part in parts])
+        return first, slot, self._tensor([part.sinks if sinks else part.tail - part.leaving for part in parts])
+
+    @cached_property
+    def new_sinks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._appended(sinks=True)
+
+    @cached_property
+    def new_tail(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._appended(sinks=False)
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """Indices of the decode tokens in the step."""
+        return self._tensor([part.first for part in self.decodes])
+
+    @cached_property
+    def flushed_slots(self) -> torch.Tensor:
+        return self._tensor([part.request.slot for part in self.flushing])
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """Of each decode step: slot, sinks, packed and tail tokens, and the blocks of its pages, padded with zeros."""
+        width = max(len(part.request.blocks) for part in self.decodes)
+        return self._tensor([
+            [part.request.slot, part.sinks + part.new_sinks, part.packed + part.leaving,
+             part.tail - part.leaving + 1 - part.new_sinks,
+             *part.request.blocks, *[0] * (width - len(part.request.blocks))]
+            for part in self.decodes
+        ])  # fmt: skip
+
+    def places(
+        self, parts: Sequence[Part], start: int, stop: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where groups of `size` tokens lie that hold the tokens `[start, stop)` which each part packs.
+
+        Returns their numbers `[parts, groups]`, and for all parts together their blocks and rows `[parts * groups]`.
+        """
+        key = (parts[0].first, start, size)
+        if key not in self._places:
+            tokens = [[part.packed + at for at in range(start, stop, size)] for part in parts]
+            blocks = [
+                part.request.blocks[at // self.page] for part, row in zip(parts, tokens, strict=True) for at in row
+            ]
+            found = self._tensor(tokens)
+            self._places[key] = found // size, self._tensor(blocks), found.flatten() % self.page // size
+        return self._places[key]
+
+
+@dataclass(eq=False)
+class PagedStorage:
+    """Keys and values of one layer.
+
+    Args:
+        codecs: a codec per side, with statistics.
+        pools: fields per side, `[blocks, H, page / field.tokens, *field.shape]` with any strides.
+        sinks, tails: dense tokens per side, `[slots, H, tokens, D]`.
+        windows: numbers of tokens per segment.
+        page: tokens per page, a multiple of `windows.group`.
+        backend: the layer's back end.
+        track: cos and sin of all packed groups that there can be, if a codec needs them.
+        fused: whether decode steps attend to pages; else, as prompts, to decoded tokens.
+    """
+
+    codecs: Mapping[Side, Codec]
+    pools: Mapping[Side, tuple[torch.Tensor, ...]]
+    sinks: Mapping[Side, torch.Tensor]
+    tails: Mapping[Side, torch.Tensor]
+    windows: Windows
+    page: int
+    backend: Backend
+    track: RopeTrack | None = None
+    fused: bool = True
+    views: dict[Side, View] = field(init=False)
+    """Views of the pools: a row of their batch is a slot or a block."""
+
+    def __post_init__(self) -> None:
+        self.fused = self.fused and self.backend.attends_to_pages
+        self.views = {side: self._pool(side) for side in self.codecs}
+
+    def _track(self, side: Side) -> RopeTrack | None:
+        codec = self.codecs[side]
+        return self.track if codec.rope_use(codec.options, side) == "factors" else None
+
+    def _view(self, side: Side, sinks: torch.Tensor, fields: tuple[torch.Tensor, ...], packed: int, tail: torch.Tensor,
+              track: RopeTrack | None) -> View:  # fmt: skip
+        codec = self.codecs[side]
+        store = PackedStore(codec.fields, 0, sinks.shape[1], sinks.device)
+        store.buffers, store.tokens = fields, packed
+        return View(sinks, store, packed, tail, tail.shape[2], (Era(0, codec),), track, backend=self.backend)
+
+    def _pool(self, side: Side) -> View:
+        track = copy.copy(self._track(side))
+        if track is not None:
+            track.buffer = track.buffer.expand(2, -1, -1)  # stride 0: the same rows in every sequence
+        return self._view(side, self.sinks[side], self.pools[side], self.page, self.tails[side], track)
+
+    def append(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> dict[int, tuple[View, View]]:
+        """Store a step's tokens `[1, H, n, D]`; return what parts attend to that do not attend to pages, by part.
+
+        Tokens that cannot be packed are marked in `step.bad` and stored as zeros.
+        """
+        fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
+        for side, x in fresh.items():
+            bad = ~(torch.linalg.vector_norm(x[0], dim=-1, dtype=torch.float32) <= LONGEST).all(0)
+            step.bad |= bad
+            fresh[side] = x[0].masked_fill(bad[:, None], 0)
+        found = {}
+        for index, part in enumerate(step.parts):
+            if not part.decodes:
+                keys_view, values_view = (self._add_prompt(step, part, side, x) for side, x in fresh.items())
+                found[index] = keys_view, values_view
+        if step.decodes:
+            for side, x in fresh.items():
+                self._flush(step, side)
+                x = x.transpose(0, 1).to(self.tails[side].dtype)
+                for buffer, (at, slot, place) in (
+                    (self.sinks[side], step.new_sinks), (self.tails[side], step.new_tail)
+                ):  # fmt: skip
+                    if len(at):
+                        buffer[slot, :, place] = x[at]
+        if not self.fused:
+            for index, part in enumerate(step.parts):
+                if part.decodes:
+                    found[index] = self._decode_view(step, part, "keys"), self._decode_view(step, part, "values")
+        return found
+
+    def _add_prompt(self, step: Step, part: Part, side: Side, x: torch.Tensor) -> View:
+        """Store a part's tokens, of the step's `[H, n, D]`; return the view that these attend to."""
+        slot, sinks, tails = part.request.slot, self.sinks[side], self.tails[side]
+        new = x[:, part.first : part.first + part.count].to(tails.dtype)
+        sinks[slot, :, part.sinks : part.sinks + part.new_sinks] = new[:, : part.new_sinks]
+        tail = torch.cat([tails[slot, :, : part.tail], new[:, part.new_sinks :]], 1)[None]
+        before = self._request_view(side, part.request, part.sinks + part.new_sinks, part.packed, tail)
+        for start in range(0, part.leaving, ENCODE_CHUNK_TOKENS):
+            stop = min(start + ENCODE_CHUNK_TOKENS, part.leaving)
+            self._write(step, side, [part], start, stop, tail[:, :, start:stop])
+        rest = tail[0, :, part.leaving :]
+        tails[slot, :, : rest.shape[1]] = rest
+        return before
+
+    def _flush(self, step: Step, side: Side) -> None:
+        """Pack the oldest tail tokens of the decode steps that have enough, and move the rest."""
+        if not step.flushing:
+            return
+        tails, slots, count = self.tails[side], step.flushed_slots, self.windows.flush
+        held = tails[slots]
+        self._write(step, side, step.flushing, 0, count, held[:, :, :count])
+        tails[slots, :, : tails.shape[2] - count] = held[:, :, count:]
+
+    def _write(self, step: Step, side: Side, parts: Sequence[Part], start: int, stop: int, x: torch.Tensor) -> None:
+        """Encode the tokens `[start, stop)` that the parts pack, `[parts, H, stop - start, D]`, into their pages."""
+        codec, track, rope = self.codecs[side], self._track(side), None
+        if track is not None:
+            cos, sin = track.buffer[0, step.places(parts, start, stop, track.stride)[0]].chunk(2, -1)
+            rope = cos, sin
+        with on_device(x):
+            encoded = self.backend.encoded(codec, x, rope)
+        for buffer, stored, new in zip(self.pools[side], codec.fields, encoded, strict=True):
+            _, blocks, rows = step.places(parts, start, stop, stored.tokens)
+            buffer[blocks, :, rows] = new.transpose(1, 2).flatten(0, 1)
+
+    def _decode_view(self, step: Step, part: Part, side: Side) -> View:
+        request, sinks = part.request, part.sinks + part.new_sinks
+        tail = self.tails[side][request.slot, :, : request.tokens - sinks - request.packed][None]
+        return self._request_view(side, request, sinks, request.packed, tail)
+
+    def _request_view(self, side: Side, request: Request, sinks: int, packed: int, tail: torch.Tensor) -> View:
+        """View of a request's tokens, with a copy of its pages."""
+        blocks = torch.tensor(request.blocks[: -(-packed // self.page)], dtype=torch.int64, device=tail.device)
+        fields = tuple(_gathered(x, blocks, f, packed) for x, f in zip(
+            self.pools[side], self.codecs[side].fields, strict=True
+        ))  # fmt: skip
+        dense = self.sinks[side][request.slot, :, :sinks][None]
+        return self._view(side, dense, fields, packed, tail, self._track(side))
+
+    def attend(self, step: Step, call: AttentionCall) -> torch.Tensor:
+        """Attend to pages with the queries of the decode steps, of `call.query` `[1, Hq, n, D]`: `[steps, Hq, Dv]`."""
+        query = call.query[0, :, step.queries].transpose(0, 1)[:, :, None]
+        with on_device(query):
+            call = AttentionCall(query, call.mask, call.scaling, call.softcap, call.s_aux)
+            found = self.backend.attend_to_pages(call, self.views["keys"], self.views["values"], step.rows, self.page)
+        return found[:, 0]
+
+    def copy_dense(self, source: int, target: int, tails: bool = True) -> None:
+        """Copy the sinks of a row, and the tails of a slot."""
+        for buffers in (self.sinks, self.tails) if tails else (self.sinks,):
+            for buffer in buffers.values():
+                buffer[target] = buffer[source]
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """What a layer's attention gets instead of keys and values: a step's tokens are stored, and it can attend.
+
+    views: keys and values of the parts that do not attend to pages, by the part's index.
+    """
+
+    storage: PagedStorage
+    step: Step
+    views: Mapping[int, tuple[View, View]]
+
+    def attend(self, call: AttentionCall, attend_to_views: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Attend with the queries `[1, Hq, n, D]` of all parts: `[1, n, Hq, Dv]`.
+
+        `attend_to_views` takes a part's queries, its views and a mask that is boolean `[1, 1, n, T]` or None.
+        """
+        query, step = call.query, self.step
+        out = query.new_empty(1, query.shape[2], query.shape[1], self.storage.sinks["values"].shape[3])
+        if step.decodes and self.storage.fused:
+            out[0, step.queries] = self.storage.attend(step, call)
+        for index, (keys, values) in self.views.items():
+            part, mask = step.parts[index], None
+            if 1 < part.count < keys.tokens:
+                mask = torch.ones(part.count, keys.tokens, dtype=torch.bool, device=query.device)
+                mask = mask.tril(keys.tokens - part.count)[None, None]
+            rows = slice(part.first, part.first + part.count)
+            out[:, rows] = attend_to_views(query[:, :, rows], keys, values, mask)
+        return out
+
+
+def _gathered(pool: torch.Tensor, blocks: torch.Tensor, stored: Field, packed: int) -> torch.Tensor:
+    """Copy a field of the first `packed` tokens in these blocks of a pool: `[1, H, packed / field.tokens, ...]`."""
+    found = pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+    return found[None, :, : packed // stored.tokens]
