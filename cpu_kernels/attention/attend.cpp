@@ -106,6 +106,7 @@ struct Layer {
   std::vector<Era> eras;  // of the keys, at least one
   Segments values;
   std::vector<Sequence> sequences;
+  int64_t ring;  // slots of a circular tail: token i after the sinks is in slot i % ring
 
   const Segments& keys() const { return eras.back().segments; }
 };
@@ -145,10 +146,14 @@ class Attention {
     std::vector<float> q = queries(rows);
     if (split == splits_) {
       const Run sinks{layer_.keys().sinks, layer_.values.sinks, 0, sequence.sinks, 0};
-      const Run tail{layer_.keys().tail, layer_.values.tail, 0, sequence.tail, sequence.sinks + sequence.packed};
+      const int64_t first = sequence.pages.blocks == nullptr ? 0 : sequence.packed % layer_.ring;
+      const int64_t ahead = std::min(sequence.tail, layer_.ring - first), position = sequence.sinks + sequence.packed;
+      const Run tail{layer_.keys().tail, layer_.values.tail, first, first + ahead, position - first};
+      const Run wrapped{layer_.keys().tail, layer_.values.tail, 0, sequence.tail - ahead, position + ahead};
       const Rows dense{{sequence.row, rows.head.head}, rows.first, rows.count};
       attend_run(step_, dense, {q.data()}, sinks, partials, sums, width_);
       attend_run(step_, dense, {q.data()}, tail, partials, sums, width_);
+      attend_run(step_, dense, {q.data()}, wrapped, partials, sums, width_);
       return;
     }
     const auto& anchored = layer_.eras.back().anchored;
@@ -294,7 +299,7 @@ Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const s
       keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
       "a basis of keys must be float32 and contiguous");
   STD_TORCH_CHECK(!pages || (query.size(2) == 1 && pages->is_contiguous()), "pages take one query per sequence");
-  Layer layer{{}, Segments(values), {}};
+  Layer layer{{}, Segments(values), {}, keys.tail.size(2)};
   for (int64_t b = 0; b < batch; ++b) {
     if (!pages) {
       layer.sequences.push_back({b, sinks, packed, tail, {}});

@@ -1,7 +1,7 @@
 """Storage of many requests: packed tokens in pages of a shared pool, dense tokens in slots.
 
-Packed token i of a request, which is its token `sinks + i`, lies in page `i // page` of its block table. Codecs have
-their statistics before the first page, and these never change.
+Token i after the sinks lies in slot `i % capacity` of the circular tail, and once packed in page `i // page` of its
+block table. Codecs have their statistics before the first page, and these never change.
 """
 
 import copy
@@ -91,7 +91,7 @@ class Step:
         """Decode tokens that become sinks, or tail tokens: their indices in the step, slots, and places there."""
         parts = [part for part in self.decodes if bool(part.new_sinks) is sinks]
         first, slot = self._tensor([part.first for part in parts]), self._tensor([part.request.slot for part in parts])
-        return first, slot, self._tensor([part.sinks if sinks else part.tail - part.leaving for part in parts])
+        return first, slot, self._tensor([part.sinks if sinks else self.ring(part, -1)[0] for part in parts])
 
     @cached_property
     def new_sinks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,8 +107,15 @@ class Step:
         return self._tensor([part.first for part in self.decodes])
 
     @cached_property
-    def flushed_slots(self) -> torch.Tensor:
-        return self._tensor([part.request.slot for part in self.flushing])
+    def flushed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the decode steps that pack tokens, `[parts, 1]`, and where these are in the tails."""
+        slots = self._tensor([[part.request.slot] for part in self.flushing])
+        return slots, self._tensor([self.ring(part, 0, self.windows.flush) for part in self.flushing])
+
+    def ring(self, part: Part, start: int | None, stop: int | None = None) -> list[int]:
+        """Where the part's tail tokens `[start, stop)` are in the tail; the step's own come last."""
+        tokens = range(part.packed, part.packed + part.tail + part.count - part.new_sinks)
+        return [at % (self.windows.recent + self.windows.flush) for at in tokens[start:stop]]
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -222,23 +229,20 @@ class PagedStorage:
         slot, sinks, tails = part.request.slot, self.sinks[side], self.tails[side]
         new = x[:, part.first : part.first + part.count].to(tails.dtype)
         sinks[slot, :, part.sinks : part.sinks + part.new_sinks] = new[:, : part.new_sinks]
-        tail = torch.cat([tails[slot, :, : part.tail], new[:, part.new_sinks :]], 1)[None]
+        tail = torch.cat([tails[slot][:, step.ring(part, 0, part.tail)], new[:, part.new_sinks :]], 1)[None]
         before = self._request_view(side, part.request, part.sinks + part.new_sinks, part.packed, tail)
         for start in range(0, part.leaving, ENCODE_CHUNK_TOKENS):
             stop = min(start + ENCODE_CHUNK_TOKENS, part.leaving)
             self._write(step, side, [part], start, stop, tail[:, :, start:stop])
-        rest = tail[0, :, part.leaving :]
-        tails[slot, :, : rest.shape[1]] = rest
+        tails[slot, :, step.ring(part, part.leaving)] = tail[0, :, part.leaving :]
         return before
 
     def _flush(self, step: Step, side: Side) -> None:
-        """Pack the oldest tail tokens of the decode steps that have enough, and move the rest."""
-        if not step.flushing:
-            return
-        tails, slots, count = self.tails[side], step.flushed_slots, self.windows.flush
-        held = tails[slots]
-        self._write(step, side, step.flushing, 0, count, held[:, :, :count])
-        tails[slots, :, : tails.shape[2] - count] = held[:, :, count:]
+        """Pack the oldest tail tokens of the decode steps that have enough."""
+        if step.flushing:
+            slots, places = step.flushed
+            leaving = self.tails[side][slots, :, places].transpose(1, 2)
+            self._write(step, side, step.flushing, 0, self.windows.flush, leaving)
 
     def _write(self, step: Step, side: Side, parts: Sequence[Part], start: int, stop: int, x: torch.Tensor) -> None:
         """Encode the tokens `[start, stop)` that the parts pack, `[parts, H, stop - start, D]`, into their pages."""
@@ -254,7 +258,7 @@ class PagedStorage:
 
     def _decode_view(self, step: Step, part: Part, side: Side) -> View:
         request, sinks = part.request, part.sinks + part.new_sinks
-        tail = self.tails[side][request.slot, :, : request.tokens - sinks - request.packed][None]
+        tail = self.tails[side][request.slot][None, :, step.ring(part, part.leaving)]
         return self._request_view(side, request, sinks, request.packed, tail)
 
     def _request_view(self, side: Side, request: Request, sinks: int, packed: int, tail: torch.Tensor) -> View:

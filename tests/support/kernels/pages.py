@@ -35,15 +35,18 @@ def over_pages(attend: Callable[..., torch.Tensor]) -> Callable[[AttentionCall, 
         counts = torch.tensor([keys.sinks.shape[2], keys.packed, keys.tail_tokens], device=keys.device)
         slots = torch.arange(batch, device=keys.device).flip(0)
         rows = torch.cat([slots[:, None], counts.expand(batch, 3), blocks], 1).contiguous()
-        return attend(call, *(_in_pages(view, blocks, slots, page) for view in (keys, values)), rows, page)
+        ring = (torch.arange(keys.tail_tokens) + keys.packed) % (keys.tail_tokens + 2)
+        return attend(call, *(_in_pages(view, blocks, slots, ring, page) for view in (keys, values)), rows, page)
 
     return moved
 
 
-def _in_pages(view: View, blocks: torch.Tensor, slots: torch.Tensor, page: int) -> View:
+def _in_pages(view: View, blocks: torch.Tensor, slots: torch.Tensor, ring: torch.Tensor, page: int) -> View:
     batch, pages = blocks.shape
     found: Any = copy.copy(view)
-    found.sinks, found.tail_buffer = view.sinks[slots].contiguous(), view.tail_buffer[slots].contiguous()
+    found.sinks = view.sinks[slots].contiguous()
+    found.tail_buffer = view.tail.new_ones(batch, view.shape[1], len(ring) + 2, view.shape[3])
+    found.tail_buffer[:, :, ring.to(view.device)] = view.tail[slots]
     found.store = PackedStore(view.codec.fields, 0, view.sinks.shape[1], view.device)
     pools = []
     for stored, x in zip(view.store.fields, view.store.read(0, view.packed), strict=True):
