@@ -26,6 +26,7 @@ class TritonBackend(TorchBackend):
 
     name = "triton"
     takes_token_masks = True
+    attends_to_pages = True
 
     @cached_property
     def _kernels(self) -> SimpleNamespace:
@@ -127,4 +128,10 @@ class TritonBackend(TorchBackend):
         if not keys.packed:  # codecs may lack their statistics
             return super().attend(call, keys, values)
         found: torch.Tensor = self._kernels.attention.attend(call, keys, values)
+        return found
+
+    def attend_to_pages(
+        self, call: AttentionCall, keys: View, values: View, rows: torch.Tensor, page: int
+    ) -> torch.Tensor:
+        found: torch.Tensor = self._kernels.attention.attend(call, keys, values, rows, page)
         return found

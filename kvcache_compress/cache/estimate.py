@@ -15,10 +15,8 @@ from kvcache_compress.modeling.hub import from_cache_or_hub
 from kvcache_compress.storage.packed_store import grown_capacity, tail_capacity
 from kvcache_compress.storage.shared.rope_track import DTYPE as ROPE_DTYPE
 from kvcache_compress.storage.shared.rope_track import rope_rows
-from kvcache_compress.storage.side import Windows
+from kvcache_compress.storage.side import FLUSH_TOKENS, Windows
 from kvcache_compress.validation import one_line, quoted
-
-from .layer import FLUSH_TOKENS
 
 BF16_BYTES = 2
 

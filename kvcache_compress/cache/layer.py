@@ -22,12 +22,9 @@ from kvcache_compress.storage.checks import CROPS_TO_LENGTH, PackableChecks, che
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.shared.padding import PaddingRecord
 from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.side import MAX_DRAFT_TOKENS, SideState, Windows
+from kvcache_compress.storage.side import FLUSH_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import HandedOut, View
-
-FLUSH_TOKENS = 32
-"""Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
 
 
 class CompressedLayer(CacheLayerMixin):

@@ -10,13 +10,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.cache.compressed_cache import CompressedCache
-from kvcache_compress.cache.layer import FLUSH_TOKENS, CompressedLayer
+from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.config import CompressionConfig
 from kvcache_compress.modeling.decoder import cache_argument, is_full_attention, layer_types
 from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.shared.rope_track import RopeTrack
-from kvcache_compress.storage.side import Windows
+from kvcache_compress.storage.side import FLUSH_TOKENS, Windows
 
 logger = logging.getLogger(__name__)
 STATISTICS_TOKENS = 1024

@@ -128,6 +128,11 @@ class Step:
             for part in self.decodes
         ])  # fmt: skip
 
+    @property
+    def longest(self) -> int:
+        """Most packed tokens of a decode step, at least a flush of them."""
+        return max(self.windows.flush, *(part.packed + part.leaving for part in self.decodes))
+
     def places(
         self, parts: Sequence[Part], start: int, stop: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -273,6 +278,8 @@ class PagedStorage:
     def attend(self, step: Step, call: AttentionCall) -> torch.Tensor:
         """Attend to pages with the queries of the decode steps, of `call.query` `[1, Hq, n, D]`: `[steps, Hq, Dv]`."""
         query = call.query[0, :, step.queries].transpose(0, 1)[:, :, None]
+        for view in self.views.values():
+            view.packed = step.longest
         with on_device(query):
             call = AttentionCall(query, call.mask, call.scaling, call.softcap, call.s_aux)
             found = self.backend.attend_to_pages(call, self.views["keys"], self.views["values"], step.rows, self.page)

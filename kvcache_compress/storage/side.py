@@ -27,6 +27,12 @@ They stay dense until the next tokens arrive, because a draft may be cropped.
 """
 
 
+FLUSH_TOKENS = 32
+"""Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
+PACKED = 2
+"""Column of a sequence's packed tokens in the rows of `Backend.attend_to_pages`."""
+
+
 @dataclass(frozen=True)
 class Windows:
     """Numbers of tokens per sequence.

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.cache.layer import FLUSH_TOKENS
 from kvcache_compress.storage.shared.rope_track import DTYPE
+from kvcache_compress.storage.side import FLUSH_TOKENS
 
 LAYERS = 2
 PADDED = 7

@@ -185,10 +185,13 @@ def _softmax_step(b_s, b_m, b_l):
 
 @triton.jit
 def _dense_segment(
-    b_q, p_k, p_v, tokens, rows, first, i_tile, scaling, b_m, b_l, b_acc,
+    b_q, p_k, p_v, tokens, rows, first, i_tile, ring, scaling, b_m, b_l, b_acc,
     K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr,
+    RING: tl.constexpr = False,
 ):  # fmt: skip
     """Online softmax over every `DENSE`-th tile of dense tokens, from tile `i_tile` on.
+
+    With RING, they lie in a circular buffer: `ring` is the slot of the first, and how many there are.
 
     With FAST, 16-bit queries and keys are multiplied as 16-bit operands, which loses nothing. Weights are multiplied in
     TF32, which holds 16-bit values exactly and keeps more bits of the weights than 16 bits do; float32 needs `ieee`.
@@ -200,14 +203,15 @@ def _dense_segment(
     for start in tl.range(i_tile * DENSE_BLOCK, tokens, DENSE * DENSE_BLOCK, num_stages=2):
         o_t = start + tl.arange(0, DENSE_BLOCK)
         m_t = o_t < tokens
-        b_k = tl.load(p_k + o_t[:, None] * K.dim + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
+        o_row = (ring[0] + o_t) % ring[1] if RING else o_t
+        b_k = tl.load(p_k + o_row[:, None] * K.dim + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
         if FAST and b_k.dtype == b_q.dtype:
             b_s = tl.dot(b_k, b_q, input_precision=PRECISION)
         else:
             b_s = tl.dot(b_k.to(tl.float32), b_q.to(tl.float32), input_precision=PRECISION)
         b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, MASKING.kind, CAUSAL, False)
         b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
-        b_v = tl.load(p_v + o_t[:, None] * V.dim + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
+        b_v = tl.load(p_v + o_row[:, None] * V.dim + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
         b_v = tl.trans(b_v.to(tl.float32))
         b_acc = tl.dot(b_v, b_p, b_acc * b_factor[None, :], input_precision=PRECISION)
     return b_m, b_l, b_acc
@@ -249,11 +253,20 @@ def _packed_tile(
     return b_m, b_l, ACCUMULATE(b_p, values, b_acc, V_META, DTYPE, FAST)
 
 
+@triton.jit
+def _in_block(fields, i_block, STRIDES: tl.constexpr):
+    """Pointers to a block of each field; without strides, the fields themselves."""
+    found = ()
+    for i in tl.static_range(len(STRIDES)):
+        found = found + (fields[i] + i_block * STRIDES[i],)
+    return found if len(STRIDES) > 0 else fields
+
+
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
 # the sides' tuples because `do_not_specialize` cannot name members of tuples.
 _GROWING = (
     "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_tail_capacity", "v_tail_capacity", "rope_capacity",
-    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n",
+    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n", "s_packed",
 )  # fmt: skip
 
 
@@ -261,10 +274,10 @@ _GROWING = (
 def attend_kernel(
     p_q, p_mapped, p_rows, p_shift, keys, values, k_tables, v_tables, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
     n_sinks, n_packed, n_tail, k_capacity, v_capacity, k_tail_capacity, v_tail_capacity, rope_capacity, split_tokens,
-    s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
+    s_mask_b, s_mask_h, s_mask_n, s_mask_t, s_packed, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, PAGE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Attend `M` query rows to one split of the packed tokens, or to the dense segments (FlashDecoding).
 
@@ -274,6 +287,10 @@ def attend_kernel(
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
     Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
     With eras, `p_packed` are `KernelSide.eras`, and a split lies in one.
+
+    With `PAGE` tokens in a page, packed tokens lie in blocks, and dense ones in slots. Before each sequence's number of
+    packed tokens, `p_packed` then has its slot and number of sinks, and after it its tail tokens and blocks. A tile
+    lies in one page, whose block is loaded a tile ahead.
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
@@ -290,6 +307,15 @@ def attend_kernel(
     o_m = i_b.to(tl.int64) * s_mask_b
     if not MASKING.shared:
         o_m += (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
+    n_filled, i_dense, slot_sinks = n_packed, i_bh, n_sinks
+    if BOUNDED:
+        p_packed += i_b * s_packed
+        # All programs share what is there, however much there is room for.
+        n_filled = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
+    if PAGE:
+        i_dense = tl.load(p_packed - 2) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
+        n_sinks, n_tail = tl.load(p_packed - 1).to(tl.int32), tl.load(p_packed + 1).to(tl.int32)
+        n_packed = n_filled
     rows = Rows(p_mask, o_m, s_mask_t, o_r % N, m_r, n_sinks + n_packed + n_tail - N, softcap)
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
@@ -313,15 +339,13 @@ def attend_kernel(
         v_words = _words(v_tables, V.words, V.places)
         if K.rope:
             p_rope += i_b.to(tl.int64) * rope_capacity * K.rope
-        n_filled = n_packed
         if BOUNDED:
-            # All programs share what is there, however much there is room for.
-            n_filled = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
             split_tokens = tl.cdiv(n_filled, splits * BLOCK) * BLOCK
         if not K.eras:
             stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
             first = i_s * split_tokens
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
+        i_next = tl.load(p_packed + 2 + first // PAGE, mask=first < stop, other=0) if PAGE else i_bh
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if not TURNED:
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
@@ -334,11 +358,20 @@ def attend_kernel(
                 b_group = b_q
             o_t = tl.arange(0, BLOCK)
             m_t = tl.full([BLOCK], True, tl.int1) if EVEN else start + o_t < stop
+            i_block, k_rows, v_rows = i_next, k_capacity, v_capacity
+            o_k, o_v = o_keys + start, o_values + start
+            if PAGE:
+                i_next = tl.load(p_packed + 2 + tl.minimum(start + BLOCK, stop - 1) // PAGE)
+                k_rows, v_rows = PAGE, PAGE
+                o_k = i_h.to(tl.int64) * PAGE + start % PAGE
+                o_v = o_k
             k_tile = PackedTile(
-                keys[FIELDS:], k_tables, k_words, p_rope + start // K.group * K.rope, i_k, k_capacity, o_keys + start,
-                o_t, m_t,
+                _in_block(keys[FIELDS:], i_block, K_STRIDES), k_tables, k_words, p_rope + start // K.group * K.rope,
+                i_k, k_rows, o_k, o_t, m_t,
             )  # fmt: skip
-            v_tile = PackedTile(values[FIELDS:], v_tables, v_words, p_rope, i_h, v_capacity, o_values + start, o_t, m_t)
+            v_tile = PackedTile(
+                _in_block(values[FIELDS:], i_block, V_STRIDES), v_tables, v_words, p_rope, i_h, v_rows, o_v, o_t, m_t
+            )
             b_m, b_l, b_acc = _packed_tile(
                 b_group, k_tile, v_tile, rows, start, n_sinks, b_factor, b_bias, b_m, b_l, b_acc,
                 SCORE, ACCUMULATE, K, V, MASKING, EVEN, DTYPE, FAST,
@@ -358,13 +391,14 @@ def attend_kernel(
         b_dense = tl.zeros([padded(V.dim), M], tl.float32)
         i_d = (i_s - splits) & (DENSE - 1)  # masked, so that the compiler knows that it is not negative
         b_m, b_total, b_dense = _dense_segment(
-            b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,
-            rows, 0, i_d, scaling, b_m, b_total, b_dense, K, V, MASKING, False, FAST,
+            b_query, keys[SINKS] + i_dense * slot_sinks * K.dim, values[SINKS] + i_dense * slot_sinks * V.dim, n_sinks,
+            rows, 0, i_d, (0, 1), scaling, b_m, b_total, b_dense, K, V, MASKING, False, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
-            b_query, keys[TAIL] + i_bh * k_tail_capacity * K.dim, values[TAIL] + i_bh * v_tail_capacity * V.dim, n_tail,
-            rows, n_sinks + n_packed, (i_d + DENSE - 1) & (DENSE - 1), scaling, b_m, b_total, b_dense,
-            K, V, MASKING, MASKING.causal, FAST,
+            b_query, keys[TAIL] + i_dense * k_tail_capacity * K.dim,
+            values[TAIL] + i_dense * v_tail_capacity * V.dim, n_tail,
+            rows, n_sinks + n_packed, (i_d + DENSE - 1) & (DENSE - 1), (n_packed % k_tail_capacity, k_tail_capacity),
+            scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, FAST, PAGE > 0,
         )  # fmt: skip
         p_dense += (i_bh * DENSE + i_d) * n_rows * V.dim
         tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_r[None, :] & (o_v < V.dim)[:, None])

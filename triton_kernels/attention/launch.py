@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.adaptive.eras import runs
+from kvcache_compress.storage.side import FLUSH_TOKENS, PACKED
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.common.eras import joined
 from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile, is_fast, launch_options, next_power_of_2
@@ -42,10 +44,13 @@ class Sizes(NamedTuple):
     tile: Tile
 
 
-def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
+def attend(
+    call: AttentionCall, keys: View, values: View, pages: torch.Tensor | None = None, page: int = 0
+) -> torch.Tensor:
     """Attend with the kernels; same arguments and result as the twin, `backends.torch.attend`.
 
-    With slots (`keys.slots`), the call's mask is over tokens, as for `Slots.mask`.
+    With slots (`keys.slots`), the call's mask is over tokens, as for `Slots.mask`. With `pages`, arguments and result
+    are those of `Backend.attend_to_pages`, and `keys.packed` is the largest number of packed tokens.
     """
     query, mask, eras = call.query.contiguous(), call.mask.tensor, keys.eras
     s_aux = call.s_aux
@@ -55,14 +60,18 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         assert keys.slots is None, "static layers have one era"
         k_side, v_side = joined(eras, query.dtype), values.codec.kernel_side
         packed = k_side.eras
-    like = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
+    like = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None, page)
     sizes = k_side.sizes.get((keys.packed, like))
     if sizes is None:
-        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, k_side, keys, values))
+        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, k_side, keys, values, page))
+    if pages is not None:
+        packed = pages[:, PACKED:]
     slot_mask = None if keys.slots is None else SlotMask(mask, query, keys.slots)
     if slot_mask is not None:
         mask, packed = slot_mask.tensor, slot_mask.slots.packed
     inputs, mask_kind = attend_inputs(query, keys, values, mask, packed, sizes.split_tokens)
+    if pages is not None:
+        inputs |= {"s_packed": pages.stride(0), "k_capacity": -(-keys.packed // page) * page, "rope_capacity": 0}
     batch, heads, count, _ = query.shape
     # Triton's interpreter truncates to bfloat16 where hardware rounds.
     dtype = torch.float32 if portable() else query.dtype
@@ -75,11 +84,12 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, call.scaling, call.softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key, k_side.prologue and keys.store.capacity,
+        None if slot_mask is None else slot_mask.key, k_side.prologue and inputs["k_capacity"],
+        page and (_strides(keys), _strides(values)),
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
-        calls = attention_calls(call, query, k_side, keys, values, inputs, mask_kind, sizes, out, slot_mask)
+        calls = attention_calls(call, query, k_side, keys, values, inputs, mask_kind, sizes, out, slot_mask, page)
         scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
         scratch |= {name: calls[-2][2][name] for name in ATTENDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
@@ -110,7 +120,7 @@ def attend_inputs(
         split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity,
         k_tail_capacity=k_tail.shape[2], v_tail_capacity=v_tail.shape[2],
         rope_capacity=0 if rope is None else rope.shape[1],
-        s_mask_b=strides[0], s_mask_h=strides[1], s_mask_n=strides[2], s_mask_t=strides[3],
+        s_mask_b=strides[0], s_mask_h=strides[1], s_mask_n=strides[2], s_mask_t=strides[3], s_packed=0,
     )  # fmt: skip
     return inputs, mask_kind.value
 
@@ -126,6 +136,7 @@ def attention_calls(
     sizes: Sizes,
     out: torch.Tensor,
     slot_mask: SlotMask | None = None,
+    page: int = 0,
 ) -> list[KernelCall]:
     """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
 
@@ -139,7 +150,7 @@ def attention_calls(
     grid, mapped = map_query_arguments(query, k_side, heads, call.scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
     if k_side.prologue is not None:
-        calls.append(k_side.prologue(k_side, mapped, inputs, keys.slots is not None))
+        calls.append(k_side.prologue(k_side, mapped, inputs, keys.slots is not None or page > 0))
         mapped = mapped | calls[1][2]
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows)
@@ -159,8 +170,10 @@ def attention_calls(
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=call.scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function, K=k_form, V=v_form, MASKING=masking,
-        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
-        FAST=is_fast(query.dtype), num_warps=tile.warps, num_stages=tile.stages, **launch_options(),
+        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None or page > 0,
+        ROW_BLOCKS=row_blocks, PAGE=page, K_STRIDES=_strides(keys) if page else (),
+        V_STRIDES=_strides(values) if page else (), FAST=is_fast(query.dtype), num_warps=tile.warps,
+        num_stages=tile.stages, **launch_options(),
     )  # fmt: skip
     calls.append((attend_kernel, (sizes.splits + DENSE.value, heads * row_blocks, batch), attended))
     p_acc, matrix, padded = attended["p_acc"], v_side.matrix, next_power_of_2(dv)
@@ -174,6 +187,11 @@ def attention_calls(
         HAS_MAP=matrix is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return [*calls, (merge_kernel, (rows, batch * heads, 1), merged)]
+
+
+def _strides(view: View) -> tuple[int, ...]:
+    """Numbers between two blocks of each field of a pool."""
+    return tuple(x.stride(0) for x in view.store.buffers)
 
 
 def _tile_rows(tile: Tile, rows: int) -> int:
@@ -207,8 +225,8 @@ def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
     return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 3)
 
 
-def sizes_of(query: torch.Tensor, k_side: KernelSide, keys: View, values: View) -> Sizes:
-    """Tile and splits for a call's packed tokens."""
+def sizes_of(query: torch.Tensor, k_side: KernelSide, keys: View, values: View, page: int = 0) -> Sizes:
+    """Tile and splits for a call's packed tokens; in pages, they are packed `FLUSH_TOKENS` at a time."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
@@ -219,6 +237,7 @@ def sizes_of(query: torch.Tensor, k_side: KernelSide, keys: View, values: View) 
     if more:
         splits = sum(-(-tokens // split_tokens) for tokens in lengths)
         assert splits <= MAX_SPLITS
+    lengths = [math.lcm(FLUSH_TOKENS, keys.codec.group)] if page else lengths
     even = keys.slots is None and not any(tokens % tile.tokens for tokens in (*lengths, split_tokens))
     return Sizes(split_tokens, splits, even, tile)
 

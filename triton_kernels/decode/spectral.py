@@ -86,10 +86,10 @@ STAGES = tl.constexpr(3 if tuple(map(int, re.findall(r"\d+", triton.__version__)
 that they need (triton-lang/triton#10537)."""
 
 
-@triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
+@triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity", "s_packed"))
 def turn_kernel(
-    p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, rows,
-    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, ERAS: tl.constexpr,
+    p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, s_packed,
+    rows, HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, ERAS: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Map a head's queries, rotated to its groups' anchors, `M` pairs of group and query row per program.
@@ -105,7 +105,7 @@ def turn_kernel(
     i_h, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_bh = i_b * tl.num_programs(1) + i_h
     if BOUNDED:
-        n_packed = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
+        n_packed = tl.minimum(n_packed, tl.load(p_packed + i_b * s_packed).to(tl.int32))
     n_pairs = n_packed // GROUP * rows
     start = tl.program_id(0) * M
     if ERAS:
@@ -168,7 +168,8 @@ def turn_call(side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any],
         rows=rows, HALF=width // 2, META=meta, M=pairs, BOUNDED=bounded, ERAS=side.eras is not None,
         FAST=fast, num_warps=4, **launch_options(),
     )  # fmt: skip
-    arguments |= {name: inputs[name] for name in ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity")}
+    shared = ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity", "s_packed")
+    arguments |= {name: inputs[name] for name in shared}
     more = 0 if side.eras is None else len(side.eras) - 3  # programs: each era but the last may fill one in part
     return turn_kernel, (-(-groups * rows // pairs) + more, heads, batch), arguments
 

@@ -18,6 +18,7 @@ from support.kernels.attention_cases import (
     segments,
 )
 from support.kernels.device import INTERPRETED
+from support.kernels.pages import PAGED, over_pages
 from support.kernels.segment_makers import make_side
 
 from kvcache_compress.codecs.mask import AttentionCall
@@ -35,6 +36,15 @@ def test_kernel_equals_plain_attention(name: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
     torch.manual_seed(len(name))
     check_attention(launch.attend, case, *segments(case))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in PAGED.items() if case.packed % 32 == 0 and not (INTERPRETED and name in IN_FLOAT32)]
+)
+def test_pages_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "split_sizes", lambda *_: PAGED[name].split)
+    torch.manual_seed(len(name))
+    check_attention(over_pages(launch.attend), PAGED[name], *segments(PAGED[name]))
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
