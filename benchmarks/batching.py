@@ -53,7 +53,7 @@ def main() -> None:
         print(row, flush=True)
         if args.output:
             with open(args.output, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row | {"options": vars(args)} | circumstances(model.device)) + "\n")
+                file.write(json.dumps(row | circumstances(model.device)) + "\n")
 
 
 def served(model: Any, name: str, prompts: list[list[int]], text: list[int], args: Any) -> dict[str, Any]:

@@ -213,6 +213,23 @@ def cpu_table(result: dict[str, Any]) -> str:
     return f"{table}\n\n{where}; `{result['command']}`."
 
 
+def batching_table() -> str:
+    """Table of what continuous batching holds and does, by memory and cache."""
+    lines, dense = [], 0.0
+    for line in (RESULTS / "batching.jsonl").read_text("utf-8").splitlines():
+        row = json.loads(line)
+        dense = row["tokens/s"] if row["cache"] == "dense" else dense
+        first, following = row["first token ms"], row["next token ms"]
+        name = "full, bfloat16" if row["cache"] == "dense" else f"`{row['cache']}`"
+        lines.append([
+            row["memory"], name, str(row["requests"]), f"{row['tokens']:,}",
+            f"{row['tokens/s']:.0f} ({row['tokens/s'] / dense:.1f}x)", f"{first['median'] / 1000:.0f} s",
+            f"{following['median']} / {following['p95']} ms",
+        ])  # fmt: skip
+    heads = ["memory", "cache", "requests", "tokens", "tokens/s", "first token", "next token, median / 95 %"]
+    return markdown_table(heads, lines, (0, 1))
+
+
 def render(page: str, texts: dict[str, str]) -> str:
     """The page with new text between its markers; raises ValueError unless each marker is there exactly once."""
     for name, text in texts.items():
@@ -240,6 +257,7 @@ def pages() -> dict[Path, str]:
         },
         "docs/guides/presets.md": {"memory": memory_table()},
         "docs/guides/cpu.md": {"cpu": cpu_table(cpu)},
+        "docs/guides/batching.md": {"batching": batching_table()},
         "docs/guides/tune.md": {"tuned": tuned_table(), "bytes": bytes_table()},
     }
     found = {ROOT / path: render((ROOT / path).read_text("utf-8"), parts) for path, parts in texts.items()}

@@ -132,7 +132,7 @@ def compress(
     compression: CompressionConfig | str | Path | Mapping[str, Any],
     *,
     fused: bool | None = None,
-    memory: int | str | None = None,
+    memory: int | str = "50%",
     statistics: torch.Tensor | Sequence[int] | None = None,
 ) -> Compression:
     """Make `model.generate` and `model.generate_batch` use compressed caches wherever they would create one themselves.
@@ -191,6 +191,8 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
         while not call.in_block and earlier and not earlier[-1].in_block:  # calls that this one replaced
             earlier.pop()
         blocks.open[: at + 1] = earlier
+        if getattr(vars(model).get("_cached_continuous_batching_manager"), "plan", None) == call.plan:
+            model.destroy_cached_continuous_batching_manager()
         if blocks.open:
             _switch(model, blocks.open[-1], blocks)
             return
@@ -269,6 +271,6 @@ def _batching(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
         from .contact import manager  # Transformers before 5.19 cannot import it
 
         call = blocks.open[-1]
-        return manager(model, functools.partial(call.plan, model), call.fused is not False, *args, **kwargs)
+        return manager(model, call.plan, call.fused is not False, *args, **kwargs)
 
     return init_compressed

@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 import transformers
@@ -29,57 +30,20 @@ from .plan import Plan
 logger = logging.getLogger(__name__)
 _MANY = 1 << 40
 """Blocks that no pool has: how an allocator says that a request must wait."""
-_SIGNATURES: dict[Callable[..., Any], str] = {
-    FullAttentionCacheAllocator.__init__: "index config num_key_value_heads cache_dtype page_size layer_indices "
-    "allow_block_sharing",
-    FullAttentionCacheAllocator._before_cache_tensor_init: "index layer_indices tokens_per_page bytes_per_page "
-    "allow_block_sharing",
-    FullAttentionCacheAllocator.register_cache_tensor: "bytes_per_sector non_trash_bytes cache_tensor pool",
-    FullAttentionCacheAllocator._after_cache_tensor_init: "non_trash_bytes bytes_per_sector cache_tensor pool",
-    FullAttentionCacheAllocator.needs_new_blocks: "request_id past_length query_length",
-    FullAttentionCacheAllocator._compute_blocks_needed: "allocated_blocks past_length query_length",
-    FullAttentionCacheAllocator.allocate_cache_to_request: "request_id past_length query_length",
-    FullAttentionCacheAllocator.free_blocks: "request_id no_cache",
-    FullAttentionCacheAllocator.fork_blocks: "source_request_id dest_request_id past_length",
-    FullAttentionCacheAllocator.count_shareable_blocks: "source_request_id past_length",
-    FullAttentionCacheAllocator.mark_complete_blocks: "request_id token_ids new_new_blocks",
-    cb_cache.PagedAttentionCache.can_store_request_tokens: "state request_len dry_run",
-    cb_cache.PagedAttentionCache.search_prefix_match: "request_id prompt_ids",
-    cb_cache.PagedAttentionCache.prepare_fork_request: "src_state dst_req_ids copy_src_and_dst",
-    cb_cache.PagedAttentionCache.update: "key_states value_states layer_idx kwargs",
-    cb_cache.PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors: "",
-    continuous_api.ContinuousBatchingManager._create_batch_processor: "",
-    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn: "model auto_switch_to_flash",
-    input_outputs.attn_mask_is_needed: "config",
-}  # fmt: skip
-"""Functions that are overridden or replaced, and their parameters."""
 _CREATING = threading.Lock()
-
-
-def check() -> None:
-    """Raise `RuntimeError` if this release of Transformers differs in what this module overrides."""
-    for function, names in _SIGNATURES.items():
-        found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
-        if found != names:
-            raise RuntimeError(
-                f"Transformers {transformers.__version__} has another continuous batching than this release knows: "
-                f"{function.__qualname__} takes ({found}), not ({names}). Use Transformers 5.19 to 5.24"
-            )
 
 
 class _Allocator(FullAttentionCacheAllocator):
     """Blocks of compressed pages, each with the pages of all full-attention layers, and slots of dense tokens."""
 
     supports_block_table = False
-    plan: ClassVar[Plan]
 
     def __init__(
-        self, index: int, config: Any, num_key_value_heads: int, cache_dtype: torch.dtype, page_size: int,
-        layer_indices: list[int], allow_block_sharing: bool,
-    ) -> None:  # fmt: skip
-        page, windows = self.plan.page, self.plan.windows
-        self._before_cache_tensor_init(index, layer_indices, page, self.plan.block_bytes, allow_block_sharing)
-        self.pages_per_block, self.bytes_per_block = 1, self.plan.block_bytes
+        self, plan: Plan, index: int, layer_indices: list[int], allow_block_sharing: bool, **unused: Any
+    ) -> None:
+        self.plan, windows = plan, plan.windows
+        self._before_cache_tensor_init(index, layer_indices, plan.page, plan.block_bytes, allow_block_sharing)
+        self.pages_per_block, self.bytes_per_block = 1, plan.block_bytes
         self.windows, self.requests, self.free_slots = windows, dict[str, Request](), list(range(self.plan.slots))
         self.prefix_sinks: dict[int, tuple[int, int]] = {}
         """Row of the sinks that belong to a shared first block, and the block's hash."""
@@ -268,9 +232,9 @@ def _total(state: Any) -> int:
 class _Manager(continuous_batching.ContinuousBatchingManager):
     """Manager of requests whose cache is compressed."""
 
-    plan: ClassVar[Callable[[ContinuousBatchingConfig, int | None], Plan]]
-    fused: ClassVar[bool]
-    most_tokens: ClassVar[int | None]
+    def __init__(self, plan: Callable[..., Plan], fused: bool, model: PreTrainedModel, *args: Any) -> None:
+        self.plan, self.fused, self.hints = plan, fused, args[-1]
+        super().__init__(model, *args)
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
         enable_fused_attention(model)
@@ -286,7 +250,9 @@ class _Manager(continuous_batching.ContinuousBatchingManager):
         config = self.continuous_batching_config
         config.use_async_batching, config.use_cuda_graph = False, (False, False)
         config.safety_margin = config.safety_margin or 0.0  # admitted requests never need more room
-        plan = type(self).plan(config, self.most_tokens)
+        plan = self.plan(
+            self.model, config, self.hints and self.hints.max_prompt_length + self.hints.max_generated_length
+        )
         with _replaced(plan):
             processor = super()._create_batch_processor()
         processor.cache.processor = processor
@@ -340,7 +306,6 @@ def _replaced(plan: Plan) -> Iterator[None]:
         def get_available_memory(self) -> int:
             return 0
 
-    allocator = type("CompressedAllocator", (_Allocator,), {"plan": plan})
     layers = cb_cache.group_layers_by_attn_type(plan.config)
     if sliding := layers.get(continuous_api.SLIDING_ATTENTION):
         sizes = cb_cache.find_num_key_value_heads(plan.config), cb_cache.find_head_dim(plan.config)
@@ -349,7 +314,11 @@ def _replaced(plan: Plan) -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (cb_cache, "PagedAttentionMemoryHandler", Memory),
         (continuous_api, "PagedAttentionCache", _Cache),
-        (cb_cache, "ATTN_TYPE_TO_ALLOCATOR", cb_cache.ATTN_TYPE_TO_ALLOCATOR | {_Allocator.layer_type: allocator}),
+        (
+            cb_cache,
+            "ATTN_TYPE_TO_ALLOCATOR",
+            cb_cache.ATTN_TYPE_TO_ALLOCATOR | {_Allocator.layer_type: partial(_Allocator, plan)},
+        ),
         (input_outputs, "attn_mask_is_needed", lambda config: bool(sliding)),
     ]
     with _CREATING:
@@ -363,20 +332,37 @@ def _replaced(plan: Plan) -> Iterator[None]:
                 setattr(module, name, old)
 
 
+def check() -> None:
+    """Raise `RuntimeError` if a method of Transformers that a class here overrides takes other arguments."""
+    for kind in (_Allocator, _Cache, _Manager):
+        for name, own in vars(kind).items():
+            if not inspect.isfunction(own) or not hasattr(kind.__base__, name):
+                continue
+            ours, theirs = (inspect.signature(x).parameters for x in (own, getattr(kind.__base__, name)))
+            if name != "__init__" and "args" not in ours and list(ours) != list(theirs):
+                raise RuntimeError(
+                    f"Transformers {transformers.__version__} has another continuous batching than this release knows: "
+                    f"{kind.__base__.__name__}.{name} takes {', '.join(theirs)}, not {', '.join(ours)}. Use "
+                    "Transformers 5.19 to 5.24"
+                )
+
+
 def manager(
     model: PreTrainedModel,
-    plan: Callable[[ContinuousBatchingConfig, int | None], Plan],
+    plan: Callable[..., Plan],
     fused: bool,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Make a manager, with the arguments of `init_continuous_batching`; `plan` is asked before its first step."""
+    """Make a manager as `init_continuous_batching` does; `plan(model, config, tokens)` plans its memory."""
     check()
+    cached = getattr(model, "_cached_continuous_batching_manager", None)
+    if isinstance(cached, _Manager) and cached.plan == plan:
+        cached.switch_to_cb_friendly_attn(model)
+        return cached
     config = generation_config or model.generation_config
     if config.eos_token_id is None:
         config.eos_token_id = -1
-    hints = workload_hints
-    most = hints and hints.max_prompt_length + hints.max_generated_length
-    kind = type("CompressedManager", (_Manager,), {"plan": staticmethod(plan), "fused": fused, "most_tokens": most})
-    return kind(model, config, continuous_batching_config or ContinuousBatchingConfig(), workload_hints)
+    batching = continuous_batching_config or ContinuousBatchingConfig()
+    return _Manager(plan, fused, model, config, batching, workload_hints)

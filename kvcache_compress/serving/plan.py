@@ -12,6 +12,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedConfig
 
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.storage.paged import PagedStorage
+from kvcache_compress.validation import parse_size
 
 from .statistics import ModelCodecs
 
@@ -25,26 +26,22 @@ _ALIGNMENT = 128
 """Bytes at a multiple of which every field of a block begins, as vector loads and Transformers' sectors need."""
 
 
-def bytes_of(memory: int | str | None, device: torch.device) -> int:
-    """Bytes of a size such as `"8GiB"`, or of a share of what is free on `device`, such as `"50%"` (None).
+def bytes_of(memory: int | str, device: torch.device) -> int:
+    """Bytes of a size such as `"8GiB"`, or of a share of what is free on `device`, such as `"50%"`.
 
     Raises:
         ValueError: it is neither.
     """
     if isinstance(memory, int) and memory > 0:
         return memory
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%|[KMGT]iB)", "50%" if memory is None else str(memory))
-    if found is None:
-        raise ValueError(
-            f"memory={memory!r}: must be a number of bytes, a size such as '8GiB' or a share such as '50%'"
-        )
-    if found[2] != "%":
-        return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2][0])))
+    share = re.fullmatch(r"(\d{1,2})%", str(memory))
+    if share is None:
+        return parse_size(str(memory), "memory")
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(float(found[1]) / 100 * free)
+    return int(share[1]) * free // 100
 
 
 @dataclass

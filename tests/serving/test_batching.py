@@ -276,8 +276,22 @@ def test_what_pages_cannot_do_is_refused(model: Any) -> None:
 def test_another_release_of_transformers_is_refused_by_what_differs(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prepare_fork_request(self: Any, source: Any, *, targets: Any) -> None: ...
-
-    monkeypatch.setitem(contact._SIGNATURES, prepare_fork_request, "src_state dst_req_ids copy_src_and_dst")
-    with compress(model, method_config("turboquant")), pytest.raises(RuntimeError, match=r"takes \(source targets\)"):
+    monkeypatch.setattr(contact._Cache.__base__, "search_prefix_match", lambda self, source, targets: 0)
+    with (
+        compress(model, method_config("turboquant")),
+        pytest.raises(RuntimeError, match="search_prefix_match takes self, source, targets"),
+    ):
         model.generate_batch(prompts((20,)), continuous_batching_config=batching())
+
+
+def test_a_persistent_manager_serves_again(model: Any) -> None:
+    config = method_config("turboquant")
+    with compress(model, config, memory="400KiB", statistics=TEXT):
+        first, second = (
+            model.generate_batch(prompts((40, 70)), continuous_batching_config=batching(), persistent_manager=True)
+            for _ in range(2)
+        )
+        manager = model._cached_continuous_batching_manager
+    assert [one.generated_tokens for one in first.values()] == [one.generated_tokens for one in second.values()]
+    assert manager._request_counter == 4
+    assert not hasattr(model, "_cached_continuous_batching_manager")
