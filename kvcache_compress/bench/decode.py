@@ -10,7 +10,7 @@ from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
-from kvcache_compress.storage.shared.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots, slot_rows
 from kvcache_compress.storage.view import View
 
 from .compare import LIBRARY_BAR, compare, compare_views
@@ -142,7 +142,8 @@ def random_view(
         return replace(keys, backend=backend), replace(values, backend=backend), query
     count = tokens + sum(windows)
     counters = (torch.tensor(number, device=device) for number in (count, tokens))
-    slots = Slots(windows[0], tokens, windows[1], count, *counters)
+    rows = slot_rows(batch, windows[0], count, tokens, device)
+    slots = Slots(windows[0], tokens, windows[1], count, *counters, rows)
     keys, values = (replace(side, slots=slots, backend=backend, capacity=count) for side in (keys, values))
     return keys, values, query
 

@@ -94,7 +94,7 @@ class StaticStorage:
         windows, buffers = self.windows, self.buffers
         slots = Slots(
             windows.sinks, windows.packed_capacity, windows.tail_capacity, buffers.capacity, buffers.length,
-            buffers.packed,
+            buffers.packed, buffers.rows,
         )  # fmt: skip
         keys, values = (
             View(

@@ -9,6 +9,7 @@ from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.padding import LeftPadding
 
 from .checks import LONGEST, longest
+from .shared.slots import slot_rows
 from .side import SideState, Windows
 
 NOT_FINITE, FULL = 1, 2
@@ -22,6 +23,7 @@ class StepBuffers:
         tail: `[B, H, tail_capacity + 1, D]` per side; the last row absorbs masked writes.
         length, packed: numbers of tokens and of packed tokens, int64 `[]`.
         fault: `[2 B H]`, `NOT_FINITE` or `FULL` after an error, else 0.
+        rows: `Slots.rows`, which the step's kernel writes too.
         counts: `[3, 2 B H]`, the memory of the three counters, with a column per kernel program.
     """
 
@@ -36,6 +38,7 @@ class StepBuffers:
             self.tail[side] = state.sinks.new_zeros(batch, heads, windows.tail_capacity + 1, dim)
         device = sides["keys"].sinks.device
         self.counts = torch.zeros(3, 2 * batch * heads, dtype=torch.int64, device=device)
+        self.rows = slot_rows(batch, 0, 0, 0, device)
         self._view_counts()
 
     def _view_counts(self) -> None:
@@ -60,6 +63,7 @@ class StepBuffers:
         state.tail.clear()
         self.counts[0].fill_(sinks + packed + tail)
         self.counts[1].fill_(packed)
+        self.rows.copy_(slot_rows(len(self.rows), self.windows.sinks, sinks + packed + tail, packed))
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
         """Return the tail slots of tokens `[start, stop)`, counted from the end of the sinks."""

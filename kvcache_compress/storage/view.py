@@ -182,7 +182,11 @@ class View:
         if slots is not None:
             if padding is not None:
                 mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
-            return mask if path.takes_token_masks and self.packed else slots.mask(mask, count)
+            if not (path.takes_token_masks and self.packed):
+                return slots.mask(mask, count)
+            if mask.tensor is None or mask.is_by_query:
+                return mask
+            return Mask(mask.spelled_out(count, slots.capacity, device, slots.length))
         if padding is not None:  # swap before trimming, so that all layers share the swapped mask
             mask = mask if mask.is_by_query else self.over_tokens(mask)
             return self.over_tokens(mask.exchanged(padding, self.sinks.shape[2], count, self.tokens, device))
@@ -250,7 +254,8 @@ class View:
             self.tail_buffer = self.tail_buffer.clone(memory_format=torch.contiguous_format)
             self.track = copy.copy(self.track)
             if self.slots is not None:
-                self.slots = replace(self.slots, length=self.slots.length.clone(), packed=self.slots.packed.clone())
+                counts = {name: getattr(self.slots, name).clone() for name in ("length", "packed", "rows")}
+                self.slots = replace(self.slots, **counts)
         whole = kept is not None and self.packed > 0 and self.sinks.shape[2] + self.packed > kept
         if whole:  # the layer overwrites packed tokens only after a crop, so copy them only then
             self.store = copy.copy(self.store)

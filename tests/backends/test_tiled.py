@@ -28,7 +28,7 @@ from kvcache_compress.backends import tiled
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.shared.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots, slot_rows
 from kvcache_compress.storage.view import View
 
 TILE = 64
@@ -163,7 +163,8 @@ def test_which_calls_take_tiles(path: str, changes: dict[str, Any]) -> None:
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case)
     if "static" in changes:
-        keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
+        counts = torch.tensor(56), torch.tensor(40), slot_rows(2, 16, 56, 40)
+        keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, *counts))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
     keys = replace(keys, backend=BACKENDS[changes.get("backend", "torch")])
     found = keys.path(AttentionCall.of(query, scaling=1.0, softcap=case.softcap), values)

@@ -34,15 +34,13 @@ SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 class Masking(NamedTuple):
     """Constants of the logits: kind of mask, whether they are capped, whether new tokens need a causal mask.
 
-    shared: True if all rows of a program have the same mask; packed: False if it hides no packed token, or only those
-    beyond the number in memory.
+    shared: True if all rows of a program have the same mask.
     """
 
     kind: int
     softcap: bool
     causal: bool
     shared: bool
-    packed: bool
 
 
 class Rows(NamedTuple):
@@ -225,7 +223,7 @@ def _packed_tile(
 ):  # fmt: skip
     """Online softmax over the packed tokens of a tile, of which `start` is the first."""
     # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
-    KIND: tl.constexpr = MASKING.kind if MASKING.packed else NO_MASK
+    KIND: tl.constexpr = MASKING.kind
     ABSOLUTE: tl.constexpr = MASKING.softcap or KIND == FLOAT_MASK
     BLOCK: tl.constexpr = keys.o_t.shape[0]
     K_META: tl.constexpr = K.meta
@@ -266,7 +264,7 @@ def _in_block(fields, i_block, STRIDES: tl.constexpr):
 # the sides' tuples because `do_not_specialize` cannot name members of tuples.
 _GROWING = (
     "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_tail_capacity", "v_tail_capacity", "rope_capacity",
-    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n", "s_packed",
+    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n", "s_packed", "ring",
 )  # fmt: skip
 
 
@@ -274,7 +272,7 @@ _GROWING = (
 def attend_kernel(
     p_q, p_mapped, p_rows, p_shift, keys, values, k_tables, v_tables, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
     n_sinks, n_packed, n_tail, k_capacity, v_capacity, k_tail_capacity, v_tail_capacity, rope_capacity, split_tokens,
-    s_mask_b, s_mask_h, s_mask_n, s_mask_t, s_packed, scaling, softcap, G, N,
+    s_mask_b, s_mask_h, s_mask_n, s_mask_t, s_packed, ring, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     FAST: tl.constexpr, PAGE: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
@@ -288,9 +286,9 @@ def attend_kernel(
     Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
     With eras, `p_packed` are `KernelSide.eras`, and a split lies in one.
 
-    With `PAGE` tokens in a page, packed tokens lie in blocks, and dense ones in slots. Before each sequence's number of
-    packed tokens, `p_packed` then has its slot and number of sinks, and after it its tail tokens and blocks. A tile
-    lies in one page, whose block is loaded a tile ahead.
+    With `BOUNDED`, numbers of tokens are in memory: before each sequence's number of packed tokens, `p_packed` has its
+    row of the dense tokens and its sinks, after it its tail tokens, which lie in a circle of `ring` slots. With `PAGE`
+    tokens in a page, the pages' blocks follow. A tile lies in one page, whose block is loaded a tile ahead.
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
@@ -312,7 +310,6 @@ def attend_kernel(
         p_packed += i_b * s_packed
         # All programs share what is there, however much there is room for.
         n_filled = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
-    if PAGE:
         i_dense = tl.load(p_packed - 2) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
         n_sinks, n_tail = tl.load(p_packed - 1).to(tl.int32), tl.load(p_packed + 1).to(tl.int32)
         n_packed = n_filled
@@ -392,13 +389,13 @@ def attend_kernel(
         i_d = (i_s - splits) & (DENSE - 1)  # masked, so that the compiler knows that it is not negative
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[SINKS] + i_dense * slot_sinks * K.dim, values[SINKS] + i_dense * slot_sinks * V.dim, n_sinks,
-            rows, 0, i_d, (0, 1), scaling, b_m, b_total, b_dense, K, V, MASKING, False, FAST,
+            rows, 0, i_d, (0, 1), scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal and BOUNDED, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[TAIL] + i_dense * k_tail_capacity * K.dim,
             values[TAIL] + i_dense * v_tail_capacity * V.dim, n_tail,
-            rows, n_sinks + n_packed, (i_d + DENSE - 1) & (DENSE - 1), (n_packed % k_tail_capacity, k_tail_capacity),
-            scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, FAST, PAGE > 0,
+            rows, n_sinks + n_packed, (i_d + DENSE - 1) & (DENSE - 1), (n_packed % ring, ring), scaling,
+            b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, FAST, BOUNDED,
         )  # fmt: skip
         p_dense += (i_bh * DENSE + i_d) * n_rows * V.dim
         tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_r[None, :] & (o_v < V.dim)[:, None])

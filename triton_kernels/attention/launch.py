@@ -19,7 +19,6 @@ from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addres
 from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel
 from .merge import MERGED, merge_kernel
 from .query import map_query_arguments, map_query_kernel
-from .slot_mask import CAUSAL, SlotMask
 
 MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
@@ -49,8 +48,8 @@ def attend(
 ) -> torch.Tensor:
     """Attend with the kernels; same arguments and result as the twin, `backends.torch.attend`.
 
-    With slots (`keys.slots`), the call's mask is over tokens, as for `Slots.mask`. With `pages`, arguments and result
-    are those of `Backend.attend_to_pages`, and `keys.packed` is the largest number of packed tokens.
+    With slots (`keys.slots`), the call's mask is over tokens. With `pages`, arguments and result are those of
+    `Backend.attend_to_pages`, and `keys.packed` is the largest number of packed tokens.
     """
     query, mask, eras = call.query.contiguous(), call.mask.tensor, keys.eras
     s_aux = call.s_aux
@@ -64,32 +63,30 @@ def attend(
     sizes = k_side.sizes.get((keys.packed, like))
     if sizes is None:
         sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, k_side, keys, values, page))
+    ring = 0
+    if keys.slots is not None:
+        packed, ring = keys.slots.rows, keys.slots.tail_capacity
+    elif pages is not None:
+        packed, ring = pages, keys.tail_buffer.shape[2]
+    inputs, mask_kind = attend_inputs(query, keys, values, mask, packed, sizes.split_tokens, ring)
     if pages is not None:
-        packed = pages[:, PACKED:]
-    slot_mask = None if keys.slots is None else SlotMask(mask, query, keys.slots)
-    if slot_mask is not None:
-        mask, packed = slot_mask.tensor, slot_mask.slots.packed
-    inputs, mask_kind = attend_inputs(query, keys, values, mask, packed, sizes.split_tokens)
-    if pages is not None:
-        inputs |= {"s_packed": pages.stride(0), "k_capacity": -(-keys.packed // page) * page, "rope_capacity": 0}
+        inputs |= {"k_capacity": -(-keys.packed // page) * page, "rope_capacity": 0}
     batch, heads, count, _ = query.shape
     # Triton's interpreter truncates to bfloat16 where hardware rounds.
     dtype = torch.float32 if portable() else query.dtype
     out = query.new_empty(batch, count, heads, values.sinks.shape[3], dtype=dtype)
     changing = inputs | ({"p_out": out} if s_aux is None else {"p_out": out, "p_s_aux": s_aux})
-    if slot_mask is not None:
-        changing |= slot_mask.inputs
     pointers, repeatable = addresses(changing)
     key = (
         like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, call.scaling, call.softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key, k_side.prologue and inputs["k_capacity"],
+        k_side.prologue and inputs["k_capacity"],
         page and (_strides(keys), _strides(values)),
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
-        calls = attention_calls(call, query, k_side, keys, values, inputs, mask_kind, sizes, out, slot_mask, page)
+        calls = attention_calls(call, query, k_side, keys, values, inputs, mask_kind, sizes, out, page)
         scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
         scratch |= {name: calls[-2][2][name] for name in ATTENDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
@@ -98,15 +95,23 @@ def attend(
 
 
 def attend_inputs(
-    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, packed: torch.Tensor, split_tokens: int
+    query: torch.Tensor,
+    keys: View,
+    values: View,
+    mask: torch.Tensor | None,
+    packed: torch.Tensor,
+    split_tokens: int,
+    ring: int = 0,
 ) -> tuple[dict[str, Any], int]:
     """Arguments of `attend_kernel` that change from step to step, and the kind of the mask.
 
-    `packed` is the slots' number of packed tokens, or the keys' eras, or any tensor if there is neither.
+    `packed` are rows with numbers of tokens, whose tails have `ring` slots, or the keys' eras, or any tensor if there
+    is neither.
     """
+    packed, s_packed = (packed[:, PACKED:], packed.stride(0)) if ring else (packed, 0)
     mask_kind, strides = NO_MASK, (0, 0, 0, 0)
     if mask is not None:
-        mask = mask.expand(*query.shape[:3], keys.tokens)
+        mask = mask.expand(*query.shape[:3], -1 if ring else keys.tokens)
         mask_kind, strides = FLOAT_MASK, mask.stride()
         if mask.dtype == torch.bool:
             mask, mask_kind = mask.view(torch.uint8), BOOL_MASK
@@ -120,7 +125,8 @@ def attend_inputs(
         split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity,
         k_tail_capacity=k_tail.shape[2], v_tail_capacity=v_tail.shape[2],
         rope_capacity=0 if rope is None else rope.shape[1],
-        s_mask_b=strides[0], s_mask_h=strides[1], s_mask_n=strides[2], s_mask_t=strides[3], s_packed=0,
+        s_mask_b=strides[0], s_mask_h=strides[1], s_mask_n=strides[2], s_mask_t=strides[3],
+        s_packed=s_packed, ring=max(1, ring),
     )  # fmt: skip
     return inputs, mask_kind.value
 
@@ -135,7 +141,6 @@ def attention_calls(
     mask_kind: int,
     sizes: Sizes,
     out: torch.Tensor,
-    slot_mask: SlotMask | None = None,
     page: int = 0,
 ) -> list[KernelCall]:
     """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
@@ -148,20 +153,17 @@ def attention_calls(
     rows = groups * count
     v_side: KernelSide = values.codec.kernel_side
     grid, mapped = map_query_arguments(query, k_side, heads, call.scaling)
-    calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
+    calls, bounded = [(map_query_kernel, grid, mapped)], inputs["s_packed"] > 0
     if k_side.prologue is not None:
-        calls.append(k_side.prologue(k_side, mapped, inputs, keys.slots is not None or page > 0))
+        calls.append(k_side.prologue(k_side, mapped, inputs, bounded))
         mapped = mapped | calls[1][2]
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
     k_tables, k_form = k_side.operands(query.dtype, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
     v_tables, v_form = v_side.operands(query.dtype, dv, 0)
-    # A causal mask over slots hides no packed token that the count of them in memory does not.
-    masking = Masking(
-        mask_kind, softcap is not None, causal=count > 1, shared=count == 1 and inputs["s_mask_h"] == 0,
-        packed=slot_mask is None or slot_mask.kind != CAUSAL,
-    )  # fmt: skip
+    shared = count == 1 and inputs["s_mask_h"] == 0
+    masking = Masking(mask_kind, softcap is not None, causal=count > 1, shared=shared)
     attended = inputs | dict(
         p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
@@ -170,7 +172,7 @@ def attention_calls(
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=call.scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function, K=k_form, V=v_form, MASKING=masking,
-        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None or page > 0,
+        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=bounded,
         ROW_BLOCKS=row_blocks, PAGE=page, K_STRIDES=_strides(keys) if page else (),
         V_STRIDES=_strides(values) if page else (), FAST=is_fast(query.dtype), num_warps=tile.warps,
         num_stages=tile.stages, **launch_options(),
@@ -237,8 +239,9 @@ def sizes_of(query: torch.Tensor, k_side: KernelSide, keys: View, values: View, 
     if more:
         splits = sum(-(-tokens // split_tokens) for tokens in lengths)
         assert splits <= MAX_SPLITS
-    lengths = [math.lcm(FLUSH_TOKENS, keys.codec.group)] if page else lengths
-    even = keys.slots is None and not any(tokens % tile.tokens for tokens in (*lengths, split_tokens))
+    if page or keys.slots is not None:  # after a crop, only groups are whole
+        lengths = [math.lcm(FLUSH_TOKENS if page else 1, keys.codec.group)]
+    even = not any(tokens % tile.tokens for tokens in (*lengths, split_tokens))
     return Sizes(split_tokens, splits, even, tile)
 
 

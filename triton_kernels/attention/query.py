@@ -37,10 +37,9 @@ class Mapping(NamedTuple):
 
 
 @triton.jit
-def map_query(
-    p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, i_w, i_r, i_bh, MAPPING: tl.constexpr
-):
+def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, MAPPING: tl.constexpr):
     """Map `M` query rows of one head to a chunk of code space's columns; the last column of A is that of the bias."""
+    i_w, i_r, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     D: tl.constexpr = MAPPING.dim
     W: tl.constexpr = MAPPING.width
     COLUMNS: tl.constexpr = MAPPING.columns
@@ -87,12 +86,6 @@ def map_query(
         o_row = (i_bh * rows + o_r) * 2
         tl.store(p_rows + o_row, b_top * scaling, mask=m_r)
         tl.store(p_rows + o_row + 1, b_bias * scaling, mask=m_r)
-
-
-@triton.jit
-def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, MAPPING: tl.constexpr):
-    i_w, i_r, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    map_query(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, i_w, i_r, i_bh, MAPPING)
 
 
 def map_query_arguments(

@@ -103,7 +103,7 @@ def _step_side(
 )
 def write_slots_kernel(
     p_k, p_v, p_rope, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
-    s_rope, capacity, packed_capacity, k_rows, v_rows,
+    s_rope, capacity, packed_capacity, k_rows, v_rows, p_numbers,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def write_slots_kernel(
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. A side with an encoder first encodes what is
     packed from this step on, into fields of `k_rows` or `v_rows` tokens per head. Last, the counters rise, with
-    `COUNTED` also `p_total`. `capacity` is the number of tokens that the layer may hold.
+    `COUNTED` also `p_total`, and `p_numbers` get the `Slots.rows`. `capacity` is the most tokens of the layer.
     """
     i_p, programs = tl.program_id(0) * 2 + tl.program_id(1), tl.num_programs(0) * 2
     length, packed = tl.load(p_counts + i_p), tl.load(p_counts + programs + i_p)
@@ -136,6 +136,11 @@ def write_slots_kernel(
     tl.store(p_counts + programs + i_p, flushed)
     if COUNTED and i_p == 0:
         tl.store(p_total, length + STEP.count)
+    if i_h == 0 and tl.program_id(1) == 0:
+        sinks = tl.minimum(length + STEP.count, STEP.sinks)
+        tl.store(p_numbers + i_b * 4 + 1, sinks)
+        tl.store(p_numbers + i_b * 4 + 2, flushed)
+        tl.store(p_numbers + i_b * 4 + 3, length + STEP.count - sinks - flushed)
 
 
 def write_slots(
@@ -157,7 +162,8 @@ def write_slots(
         k_tables=k_encoder.tables, v_tables=v_encoder.tables, p_counts=counts,
         p_total=counts if counter is None else counter,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, capacity=buffers.capacity,
-        packed_capacity=windows.packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        p_numbers=buffers.rows, packed_capacity=windows.packed_capacity,
+        k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
         **rope_inputs(rope, fields[0][0]),
     )  # fmt: skip
 

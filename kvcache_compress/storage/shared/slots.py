@@ -7,6 +7,12 @@ import torch
 from kvcache_compress.codecs.mask import Mask
 
 
+def slot_rows(batch: int, sinks: int, length: int, packed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """`Slots.rows` of a layer of `length` tokens."""
+    first = min(sinks, length)
+    return torch.tensor([[row, first, packed, length - first - packed] for row in range(batch)], device=device)
+
+
 @dataclass(frozen=True)
 class Slots:
     """Numbers of slots of `sinks | packed | tail`, and the layer's token counters.
@@ -18,6 +24,7 @@ class Slots:
         capacity: most tokens of the layer.
         length: number of tokens, int64 `[]`.
         packed: number of packed tokens, int64 `[]`.
+        rows: of each sequence, its row of the batch, and its sinks, packed and tail tokens, int64 `[B, 4]`.
     """
 
     sinks: int
@@ -26,6 +33,7 @@ class Slots:
     capacity: int
     length: torch.Tensor
     packed: torch.Tensor
+    rows: torch.Tensor
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each slot's token index, and True for slots that hold a token, both `[slots]`."""

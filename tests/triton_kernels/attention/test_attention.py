@@ -23,7 +23,7 @@ from support.kernels.segment_makers import make_side
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.adaptive.eras import Era
-from kvcache_compress.storage.shared.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots, slot_rows
 from kvcache_compress.triton_kernels.attention import launch
 
 
@@ -90,11 +90,12 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity() -> None:
     """Splits follow the number of packed tokens in memory: half full, each of five has one of five tiles."""
     keys, values = segments(Case(packed=160))
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens
-    slots = Slots(sinks, 160, tail, sinks + 160 + tail, torch.tensor(sinks + 80 + tail), torch.tensor(80))
+    rows = slot_rows(2, sinks, sinks + 80 + tail, 80)
+    slots = Slots(sinks, 160, tail, sinks + 160 + tail, torch.tensor(sinks + 80 + tail), torch.tensor(80), rows)
     keys, values = (replace(side, slots=slots) for side in (keys, values))
     query = torch.randn(2, 6, 1, 64)
     sizes = launch.Sizes(32, 5, False, launch.Tile(16, 4, 2))
-    inputs, kind = launch.attend_inputs(query, keys, values, None, slots.packed, sizes.split_tokens)
+    inputs, kind = launch.attend_inputs(query, keys, values, None, rows, sizes.split_tokens)
     side, out = keys.codec.kernel_side, torch.empty(2, 1, 6, 64)
     call = AttentionCall.of(query, scaling=0.125)
     calls = launch.attention_calls(call, query, side, keys, values, inputs, kind, sizes, out)

@@ -196,7 +196,6 @@ def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator
     attending = ["map_query_kernel", *["turn_kernel"] * turned, "attend_kernel", "merge_kernel"]
     flushing, writing = [*alone.kernels, "encode_kernel"] if apart else ["flush_kernel"] * 2, ["append_kernel"]
     if capacity:
-        attending[0] = "map_step_kernel"
         flushing, writing = [], ["write_slots_kernel", *alone.kernels]
     decode(True)
     assert decode(True).kernels == flushing + writing + attending

@@ -21,7 +21,7 @@ from support.method_cases import neighbour_layout
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.shared.slots import Slots
+from kvcache_compress.storage.shared.slots import Slots, slot_rows
 from kvcache_compress.triton_kernels.attention import launch
 
 
@@ -58,7 +58,7 @@ def test_static_slots_beyond_the_packed_ones_are_not_read() -> None:
     assert keys.track is not None
     keys.track.buffer[:, 3:] = torch.nan
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens
-    counts = torch.tensor(sinks + 96 + tail), torch.tensor(96)
+    counts = torch.tensor(sinks + 96 + tail), torch.tensor(96), slot_rows(2, sinks, sinks + 96 + tail, 96)
     slots = Slots(sinks, 160, tail, sinks + 160 + tail, *counts)
     full = [replace(side, slots=slots) for side in (keys, values)]
     part = [replace(side, packed=96) for side in (keys, values)]
