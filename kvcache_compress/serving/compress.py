@@ -83,7 +83,7 @@ class _Call:
     handle: weakref.ref[Compression]
     compression: CompressionConfig
     fused: bool | None
-    memory: int
+    memory: int | str
     statistics: torch.Tensor | None
     in_block: bool = False
     reported: bool = False
@@ -95,7 +95,7 @@ class _Call:
             self.codecs = model_codecs(model, self.compression, self.statistics)
         decoder = model.config.get_text_config(decoder=True)
         return Plan(
-            decoder, self.codecs, batching, self.memory, most_tokens, model.dtype, model.device,
+            decoder, self.codecs, batching, bytes_of(self.memory, model.device), most_tokens, model.dtype, model.device,
             self.fused is not False,
         )  # fmt: skip
 
@@ -165,8 +165,9 @@ def compress(
     inner = compressible(model)
     config = load_config(compression)
     CompressedCache(inner.config, config)
-    text = None if statistics is None else torch.as_tensor(statistics)
-    return Compression(inner, config, fused, bytes_of(memory, inner.device), text)
+    text = None if statistics is None else torch.as_tensor(statistics).flatten()
+    bytes_of(memory)
+    return Compression(inner, config, fused, memory, text)
 
 
 def _enter(model: PreTrainedModel, call: _Call) -> None:
@@ -191,7 +192,8 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
         while not call.in_block and earlier and not earlier[-1].in_block:  # calls that this one replaced
             earlier.pop()
         blocks.open[: at + 1] = earlier
-        if getattr(vars(model).get("_cached_continuous_batching_manager"), "plan", None) == call.plan:
+        plan = getattr(vars(model).get("_cached_continuous_batching_manager"), "plan", None)
+        if (owner := getattr(plan, "__self__", None)) is not None and owner not in blocks.open:
             model.destroy_cached_continuous_batching_manager()
         if blocks.open:
             _switch(model, blocks.open[-1], blocks)
@@ -268,7 +270,10 @@ def _batching(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
 
     @functools.wraps(model.init_continuous_batching)
     def init_compressed(*args: Any, **kwargs: Any) -> Any:
-        from .contact import manager  # Transformers before 5.19 cannot import it
+        try:
+            from .contact import manager
+        except ImportError as error:
+            raise RuntimeError(f"continuous batching needs Transformers 5.19 to 5.24 ({error})") from error
 
         call = blocks.open[-1]
         return manager(model, call.plan, call.fused is not False, *args, **kwargs)

@@ -4,6 +4,7 @@
 full-attention layers in our pages, and sliding layers in Transformers' own.
 """
 
+import copy
 import hashlib
 import inspect
 import logging
@@ -30,6 +31,10 @@ from .plan import Plan
 logger = logging.getLogger(__name__)
 _MANY = 1 << 40
 """Blocks that no pool has: how an allocator says that a request must wait."""
+_OWN = {"_add", "_hashes", "_keep_sinks", "_copy", "acquire_prefix", "rejected"}
+"""Methods of the classes here that override nothing."""
+SLIDING_STEP_TOKENS = 512
+"""Most tokens of a step by default if there are sliding layers, whose mask is as wide as the pool."""
 _CREATING = threading.Lock()
 
 
@@ -47,6 +52,7 @@ class _Allocator(FullAttentionCacheAllocator):
         self.windows, self.requests, self.free_slots = windows, dict[str, Request](), list(range(self.plan.slots))
         self.prefix_sinks: dict[int, tuple[int, int]] = {}
         """Row of the sinks that belong to a shared first block, and the block's hash."""
+        self.stream: Any = None
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
@@ -112,9 +118,7 @@ class _Allocator(FullAttentionCacheAllocator):
             self.ledger.acquire(block)
         packed = len(found) * self.plan.page
         request = self._add(request_id, self.windows.sinks + packed, packed)
-        row, _ = self.prefix_sinks[found[0]]
-        for storage in self.storages.values():
-            storage.copy_dense(row, request.slot, tails=False)
+        self._copy(self.prefix_sinks[found[0]][0], request.slot, tails=False)
         return request.tokens
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
@@ -138,10 +142,8 @@ class _Allocator(FullAttentionCacheAllocator):
         self.prefix_sinks = kept
         if not rows or known in self.ledger.hash_to_block:
             return False
-        row = min(rows)
-        for storage in self.storages.values():
-            storage.copy_dense(slot, row, tails=False)
-        kept[block] = row, known
+        kept[block] = min(rows), known
+        self._copy(slot, min(rows), tails=False)
         return True
 
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
@@ -153,9 +155,14 @@ class _Allocator(FullAttentionCacheAllocator):
         pairs = super().fork_blocks(source_request_id, dest_request_id, past_length)
         source = self.requests[source_request_id]
         request = self._add(dest_request_id, source.tokens, source.packed)
-        for storage in self.storages.values():
-            storage.copy_dense(source.slot, request.slot)
+        self._copy(source.slot, request.slot)
         return pairs
+
+    def _copy(self, source: int, target: int, tails: bool = True) -> None:
+        """Copy dense tokens of all layers, in the order of the steps."""
+        with continuous_api.stream_context(self.stream):
+            for storage in self.storages.values():
+                storage.copy_dense(source, target, tails)
 
     # A step; Transformers' indices are not used
 
@@ -183,7 +190,7 @@ class _Cache(cb_cache.PagedAttentionCache):
         """
         left = len(state.remaining_prefill_tokens)
         fits = left <= self.max_batch_tokens - len(self.processor.scheduler.active_requests)
-        if request_len < left and fits and not state.num_children:
+        if request_len < left and fits and not state.num_children and state.request_id not in self.pages.requests:
             return False
         return super().can_store_request_tokens(state, max(request_len, _total(state) - state.current_len()), dry_run)
 
@@ -247,27 +254,61 @@ class _Manager(continuous_batching.ContinuousBatchingManager):
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
             return super()._create_batch_processor()
-        config = self.continuous_batching_config
+        config, hints = self.continuous_batching_config, self.hints
+        if config.cpu_offload_space != 0:
+            raise ValueError(
+                f"cpu_offload_space={config.cpu_offload_space}: compressed pages are never moved to the CPU, as no "
+                "request is interrupted; leave it out"
+            )
         config.use_async_batching, config.use_cuda_graph = False, (False, False)
+        config.varlen_compile_config = config.decode_compile_config = None
         config.safety_margin = config.safety_margin or 0.0  # admitted requests never need more room
-        plan = self.plan(
-            self.model, config, self.hints and self.hints.max_prompt_length + self.hints.max_generated_length
-        )
+        plan = self.plan(self.model, config, hints and hints.max_prompt_length + hints.max_generated_length)
+        asked = config.num_blocks
         with _replaced(plan):
             processor = super()._create_batch_processor()
-        processor.cache.processor = processor
+        config.num_blocks = asked  # Transformers writes its own count there
+        cache = processor.cache
+        cache.processor, cache.pages.stream = processor, processor.inputs_and_outputs.compute_stream
+        if len(cache.cache_allocators) == 1:
+            cache.max_tokens_read = _MANY  # nothing is read through indices
         _check_arrivals(processor, plan)
         _fail_rejected(processor)
         return processor
 
 
+def _fail(processor: Any, error: Exception, state: Any) -> None:
+    """Let a request fail, and the forks that its caller waits for."""
+    for number in range(state.num_children):
+        child = copy.copy(state)
+        child.request_id = f"{state.request_id}__child#{number}"
+        processor._handle_request_error(error, child)
+    state.num_children = 0
+    forks = processor.scheduler._requests_to_fork
+    forks[:] = [one for one in forks if one is not state]
+    processor._handle_request_error(error, state)
+
+
 def _check_arrivals(processor: Any, plan: Plan) -> None:
     """Let a request fail alone, as it arrives, if it can never fit."""
-    add, blocks = processor.scheduler.add_waiting_request, processor.cache.pages.num_blocks
+    add, cache = processor.scheduler.add_waiting_request, processor.cache
 
     def checked(state: Any) -> None:
-        plan.check_request(len(state.initial_tokens), state.max_new_tokens, blocks)
-        add(state)
+        try:
+            plan.check_request(len(state.initial_tokens), state.max_new_tokens)
+            needed = sum(
+                -(-one._compute_blocks_needed(0, 0, _total(state)) // one.blocks_per_sector)
+                for one in cache.cache_allocators.values()
+            )
+            if needed > cache.num_sectors:
+                raise ValueError(
+                    f"{len(state.initial_tokens)} + {state.max_new_tokens} tokens need {needed} blocks, and the pool "
+                    f"has {cache.num_sectors}: shorten the request, or give compress more memory"
+                )
+        except ValueError as error:
+            _fail(processor, error, state)
+        else:
+            add(state)
 
     processor.scheduler.add_waiting_request = checked
 
@@ -285,7 +326,7 @@ def _fail_rejected(processor: Any) -> None:
         new = [keep for one, keep in zip(batch, kept, strict=True) if one.has_new_token]
         for one in batch:
             if (error := rejected.get(one.state.request_id)) is not None:
-                processor._handle_request_error(error, one.state)
+                _fail(processor, error, one.state)
                 processor.cache.free_blocks(one.state.request_id, no_cache=True)
                 processor.scheduler.finish_request(one.state.request_id)
         batch = [one for one, keep in zip(batch, kept, strict=True) if keep]
@@ -311,15 +352,14 @@ def _replaced(plan: Plan) -> Iterator[None]:
         sizes = cb_cache.find_num_key_value_heads(plan.config), cb_cache.find_head_dim(plan.config)
         page = FullAttentionCacheAllocator.get_bytes_per_page(*sizes, plan.dtype, plan.batching.page_size)
         plan.share_sectors(len(sliding) * page)
+        plan.step_tokens = plan.batching.max_batch_tokens or SLIDING_STEP_TOKENS
+    attention = plan.config._attn_implementation
+    kinds = cb_cache.ATTN_TYPE_TO_ALLOCATOR | {_Allocator.layer_type: partial(_Allocator, plan)}
     replacements: list[tuple[Any, str, Any]] = [
         (cb_cache, "PagedAttentionMemoryHandler", Memory),
         (continuous_api, "PagedAttentionCache", _Cache),
-        (
-            cb_cache,
-            "ATTN_TYPE_TO_ALLOCATOR",
-            cb_cache.ATTN_TYPE_TO_ALLOCATOR | {_Allocator.layer_type: partial(_Allocator, plan)},
-        ),
-        (input_outputs, "attn_mask_is_needed", lambda config: bool(sliding)),
+        (cb_cache, "ATTN_TYPE_TO_ALLOCATOR", kinds),
+        (input_outputs, "attn_mask_is_needed", lambda config: bool(sliding) and "FLASH" not in attention),
     ]
     with _CREATING:
         before = [(module, name, getattr(module, name)) for module, name, _ in replacements]
@@ -336,10 +376,12 @@ def check() -> None:
     """Raise `RuntimeError` if a method of Transformers that a class here overrides takes other arguments."""
     for kind in (_Allocator, _Cache, _Manager):
         for name, own in vars(kind).items():
-            if not inspect.isfunction(own) or not hasattr(kind.__base__, name):
+            if not inspect.isfunction(own) or name == "__init__" or name in _OWN:
                 continue
-            ours, theirs = (inspect.signature(x).parameters for x in (own, getattr(kind.__base__, name)))
-            if name != "__init__" and "args" not in ours and list(ours) != list(theirs):
+            base = getattr(kind.__base__, name, None)
+            theirs = ["no such method"] if base is None else list(inspect.signature(base).parameters)
+            ours = list(inspect.signature(own).parameters)
+            if base is None or (ours != theirs and "args" not in ours):
                 raise RuntimeError(
                     f"Transformers {transformers.__version__} has another continuous batching than this release knows: "
                     f"{kind.__base__.__name__}.{name} takes {', '.join(theirs)}, not {', '.join(ours)}. Use "
@@ -364,5 +406,6 @@ def manager(
     config = generation_config or model.generation_config
     if config.eos_token_id is None:
         config.eos_token_id = -1
-    batching = continuous_batching_config or ContinuousBatchingConfig()
+    passed = continuous_batching_config or getattr(config, "continuous_batching_config", None)
+    batching = passed or ContinuousBatchingConfig()
     return _Manager(plan, fused, model, config, batching, workload_hints)

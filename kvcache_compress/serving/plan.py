@@ -2,9 +2,9 @@
 
 import logging
 import math
-import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,25 +22,31 @@ STEP_TOKENS = 4096
 """Most tokens of a step, unless `max_batch_tokens` says otherwise."""
 EXPECTED_TOKENS = 1024
 """Tokens of a request for which slots and pages are balanced, unless their lengths are known."""
+PREFIX_SHARE = 4
+"""Slots for each shared prefix whose sinks are kept."""
 _ALIGNMENT = 128
 """Bytes at a multiple of which every field of a block begins, as vector loads and Transformers' sectors need."""
 
 
-def bytes_of(memory: int | str, device: torch.device) -> int:
-    """Bytes of a size such as `"8GiB"`, or of a share of what is free on `device`, such as `"50%"`.
+def bytes_of(memory: int | str, device: torch.device | None = None) -> int:
+    """Bytes of a size such as `"8GiB"`, or of a share of what is free on `device`, such as `"50%"` (0 without one).
 
     Raises:
         ValueError: it is neither.
     """
     if isinstance(memory, int) and memory > 0:
         return memory
-    share = re.fullmatch(r"(\d{1,2})%", str(memory))
+    share = re.fullmatch(r"([1-9]\d?)%", str(memory))
     if share is None:
         return parse_size(str(memory), "memory")
+    if device is None:
+        return 0
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        assert found is not None
+        free = 1024 * int(found[1])
     return int(share[1]) * free // 100
 
 
@@ -83,9 +89,11 @@ class Plan:
         self._slot_bytes = dense * (windows.sinks + windows.recent + windows.flush)
         self._sink_bytes = dense * windows.sinks
         expected = self.most_tokens // 2 if self.most_tokens else EXPECTED_TOKENS
-        fitting = self.memory // (self._slot_bytes + self.blocks_of(expected) * self.block_bytes)
-        self.slots = max(1, min(self.batching.max_requests_per_batch or 1, fitting))
-        self.prefixes = -(-self.slots // 4) if self.batching.allow_block_sharing else 0
+        pages = max(1, self.blocks_of(expected)) * self.block_bytes
+        sharing = self.batching.allow_block_sharing
+        each = self._slot_bytes + pages + sharing * self._sink_bytes // PREFIX_SHARE
+        self.slots = max(1, min(self.batching.max_requests_per_batch or 1, self.memory // each))
+        self.prefixes = -(-self.slots // PREFIX_SHARE) if sharing else 0
 
     def _layout(self) -> tuple[dict[tuple[int, str], list[int]], int]:
         """Byte at which each field of a block begins, by layer and side, and the size of a block."""
@@ -124,6 +132,7 @@ class Plan:
         if self.batching.num_blocks is not None:
             return -(-self.batching.num_blocks * self.batching.page_size * self.block_bytes // (self.page * size))
         left = self.memory - self.slots * self._slot_bytes - self.prefixes * self._sink_bytes
+        left -= 2 * size  # Transformers reserves two sectors
         if left < size:
             raise ValueError(
                 f"memory={self.memory}: too little for one request and one block of {self.page} tokens, which take "
@@ -135,17 +144,15 @@ class Plan:
         )  # fmt: skip
         return left // size
 
-    def check_request(self, prompt: int, new: int | None, blocks: int) -> None:
-        """Raise `ValueError` if a request can never run."""
+    def check_request(self, prompt: int, new: int | None) -> None:
+        """Raise `ValueError` if a request can never run, whatever the memory."""
         if new is None or new < 1:
             raise ValueError(f"max_new_tokens={new}: must be at least 1, because a request's room is reserved at once")
         if prompt < 1:
             raise ValueError("input_ids=[]: a request needs at least one token")
-        if (needed := self.blocks_of(prompt + new)) > blocks:
-            raise ValueError(
-                f"{prompt} + {new} tokens need {needed} blocks, and the pool has {blocks}: shorten the request, or "
-                "give compress more memory"
-            )
+        tracked = any(layer.track for layer in self.codecs.layers.values())
+        if tracked and prompt + new > (most := self.config.max_position_embeddings):
+            raise ValueError(f"{prompt} + {new} tokens are more than the model's max_position_embeddings={most}")
 
     def storages(self, memory: torch.Tensor) -> dict[int, PagedStorage]:
         """Storages of all layers over the blocks in `memory`, uint8 `[blocks, block_bytes]`."""

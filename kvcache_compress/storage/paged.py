@@ -78,6 +78,7 @@ class Step:
         self.decodes = [part for part in self.parts if part.decodes]
         self.flushing = [part for part in self.decodes if part.leaving]
         self.bad = torch.zeros(self.tokens, dtype=torch.bool, device=device)
+        self._masks: dict[int, torch.Tensor] = {}
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -132,6 +133,14 @@ class Step:
     def longest(self) -> int:
         """Most packed tokens of a decode step, at least a flush of them."""
         return max(self.windows.flush, *(part.packed + part.leaving for part in self.decodes))
+
+    def causal_mask(self, index: int, tokens: int) -> torch.Tensor:
+        """Mask of a part's queries, the last of `tokens` tokens, `[1, 1, n, tokens]`; the same for all layers."""
+        if index not in self._masks:
+            count = self.parts[index].count
+            mask = torch.ones(count, tokens, dtype=torch.bool, device=self.device)
+            self._masks[index] = mask.tril(tokens - count)[None, None]
+        return self._masks[index]
 
     def places(
         self, parts: Sequence[Part], start: int, stop: int, size: int
@@ -315,8 +324,7 @@ class PagedStep:
         for index, (keys, values) in self.views.items():
             part, mask = step.parts[index], None
             if 1 < part.count < keys.tokens:
-                mask = torch.ones(part.count, keys.tokens, dtype=torch.bool, device=query.device)
-                mask = mask.tril(keys.tokens - part.count)[None, None]
+                mask = step.causal_mask(index, keys.tokens)
             rows = slice(part.first, part.first + part.count)
             out[:, rows] = attend_to_views(query[:, :, rows], keys, values, mask)
         return out

@@ -262,6 +262,11 @@ def test_what_pages_cannot_do_is_refused(model: Any) -> None:
             pytest.raises(ValueError, match=message),
         ):
             model.generate_batch(prompts((20,)), continuous_batching_config=batching())
+    with (
+        compress(model, config, memory="1MiB", statistics=TEXT),
+        pytest.raises(ValueError, match="cpu_offload_space=1"),
+    ):
+        model.generate_batch(prompts((20,)), continuous_batching_config=batching(cpu_offload_space=1.0))
     for changes in ({"max_cache_len": 100}, {"offloading": True}, {"quantize_generated": False}):
         with (
             compress(model, config | changes, memory="1MiB", statistics=TEXT),
@@ -295,3 +300,54 @@ def test_a_persistent_manager_serves_again(model: Any) -> None:
     assert [one.generated_tokens for one in first.values()] == [one.generated_tokens for one in second.values()]
     assert manager._request_counter == 4
     assert not hasattr(model, "_cached_continuous_batching_manager")
+
+
+def test_a_failed_request_reports_for_all_its_answers(model: Any) -> None:
+    """One that can never fit, and one with a key that is not finite, each of two answers."""
+    model.generation_config.num_return_sequences = 2
+    model.model.embed_tokens.weight.data[0] = torch.nan
+    outputs, _ = batch(model, method_config("turboquant"), [[1] * 5000, [5, 0, 7], *prompts((40,))])
+    assert [one.error is None for one in outputs] == [False] * 4 + [True] * 2
+
+
+def test_a_request_may_fill_the_pool(manager: Any) -> None:
+    """The longest that fits, with its dense tokens; one token more is refused."""
+    plan, blocks = manager.batch_processor.cache.pages.plan, manager.batch_processor.cache.num_sectors
+    most = blocks * plan.page + plan.windows.sinks + plan.windows.recent
+    names = [manager.add_request([1] * (most - 4 + more), max_new_tokens=4) for more in (0, 1)]
+    found = results(manager, 2)
+    assert [found[name].error is None for name in names] == [True, False]
+
+
+def test_more_tokens_than_the_model_has_positions(model: Any) -> None:
+    model.config.max_position_embeddings = 200
+    outputs, _ = batch(model, method_config("spectral"), prompts((190, 40)), memory="2MiB")
+    assert [one.error is None for one in outputs] == [False, True]
+
+
+def test_short_requests_leave_room_for_pages(model: Any) -> None:
+    for memory in (90_000, 200_000, 1_000_000):
+        outputs, _ = batch(model, method_config("turboquant"), prompts((3,) * 40), memory=memory)
+        assert [one.error for one in outputs] == [None] * 40
+
+
+def test_a_manager_starts_again_with_the_same_pool(model: Any) -> None:
+    with compress(model, method_config("turboquant"), memory="400KiB", statistics=TEXT):
+        manager = model.init_continuous_batching(continuous_batching_config=batching(default_compile_level=1))
+        sectors = []
+        for _ in range(3):
+            manager.start()
+            manager.add_request([1] * 50, max_new_tokens=2)
+            assert results(manager, 1).popitem()[1].error is None
+            sectors.append(manager.batch_processor.cache.num_sectors)
+            manager.stop()
+    assert sectors[0] == sectors[1] == sectors[2]
+
+
+def test_replaced_blocks_end_their_managers(model: Any) -> None:
+    first = compress(model, method_config("turboquant"), memory="400KiB", statistics=TEXT)
+    model.generate_batch(prompts((20,)), continuous_batching_config=batching(), persistent_manager=True)
+    compress(model, method_config("kivi")).stop()
+    first.stop()
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+    assert not attends_fused(model)
