@@ -1,17 +1,19 @@
-"""Options of attention calls: those that change nothing keep a step fused, others decode it and are named once."""
+"""Options of attention calls: idle ones keep a step fused, others decode it and are named once; and weights."""
 
 import logging
 from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
+from support.models import family_cases
 from support.models.small_model import VOCAB, method_config, small_model
 from support.recorded_paths import record_paths
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.decoder import cache_argument
@@ -130,3 +132,58 @@ def test_packed_sequences_of_flash_attention(
     assert "the option cu_seq_lens_q" in caplog.text
     assert stepped(model, ids, sliding_window=1024)[1] == {"decode"}
     assert interface.attends_fused(model)
+
+
+CONFIG = family_cases.method_config("llama", "turboquant")
+SILENT = ["gpt2", "gpt_bigcode"]
+"""Families whose attention modules do not pass the request for weights to the attention function."""
+SWITCHED = [
+    ("llama", False), ("llama", True), ("gpt2", False), ("gpt_bigcode", True), ("gemma4", False), ("falcon_h1", True),
+    ("deepseek_v3", False),
+]  # fmt: skip
+
+
+@pytest.fixture
+def twice() -> torch.Tensor:
+    return torch.randint(1, 64, (1, 30), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+
+
+def filled(model: PreTrainedModel, twice: torch.Tensor) -> CompressedCache:
+    cache = CompressedCache(model.config, CONFIG)
+    model(input_ids=twice, **with_cache(cache))
+    assert cache.packed_tokens == 32
+    return cache
+
+
+@pytest.mark.parametrize(("family", "by_config"), SWITCHED)
+@torch.no_grad()
+def test_weights_are_those_of_the_previous_attention(family: str, by_config: bool, twice: torch.Tensor) -> None:
+    model = family_cases.build(family, attn_implementation="eager")
+    if by_config:
+        model.config.output_attentions = True
+    asked = {} if by_config else {"output_attentions": True}
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(model)
+        cache = filled(model, twice)
+        for count in (1, 5):
+            outputs.append(model(input_ids=twice[:, :count], **with_cache(cache), **asked))
+    for plain, fused in zip(outputs[:2], outputs[2:], strict=True):
+        assert len(fused.attentions) == len(plain.attentions) > 0
+        torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
+        torch.testing.assert_close(fused.logits, plain.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", *SILENT])
+def test_generate_returns_weights(family: str, twice: torch.Tensor) -> None:
+    model = family_cases.build(family, attn_implementation="eager")
+    enable_fused_attention(model)
+    cache = CompressedCache(model.config, CONFIG)
+    options = {"output_attentions": True, "return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 6}
+    output = model.generate(twice, **with_cache(cache), **options)
+    assert cache.packed_tokens > 0
+    assert len(output.attentions) == 6
+    for at, step in enumerate(output.attentions):
+        assert len(step) == model.config.num_hidden_layers
+        assert all(weights.shape[3] == twice.shape[1] + at for weights in step)
+        assert all(torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-4) for weights in step)
