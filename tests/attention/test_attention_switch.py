@@ -17,13 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.interface import (
-    ATTENTION_NAME,
-    _previous_name,
-    attends_fused,
-    attention_forward,
-    fused_name,
-)
+from kvcache_compress.attention import interface
 from kvcache_compress.modeling.decoder import cache_argument
 
 TURBOQUANT = method_config("turboquant")
@@ -65,7 +59,7 @@ def test_enable_and_disable(attention: str, prompt: torch.Tensor) -> None:
     expected = generate(model, prompt)
     enable_fused_attention(model)
     enable_fused_attention(model)
-    assert attends_fused(model)
+    assert interface.attends_fused(model)
     cache = CompressedCache(model.config, TURBOQUANT)
     fused = generate(model, prompt, **with_cache(cache))
     assert cache.packed_tokens > 0
@@ -86,7 +80,7 @@ def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tenso
     enable_fused_attention(model)
     twin = copy.deepcopy(model)
     disable_fused_attention(model)
-    assert attends_fused(twin)
+    assert interface.attends_fused(twin)
     assert torch.equal(generate(twin, prompt), expected)
     cache = CompressedCache(twin.config, TURBOQUANT)
     generate(twin, prompt, **with_cache(cache))
@@ -101,8 +95,8 @@ def test_saving_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor, 
     """A saved model's config does not name this package, so that the model loads without it."""
     enable_fused_attention(model)
     model.save_pretrained(tmp_path)
-    assert ATTENTION_NAME not in (tmp_path / "config.json").read_text()
-    assert ATTENTION_NAME not in json.dumps(model.config.to_dict(), default=str)
+    assert interface.ATTENTION_NAME not in (tmp_path / "config.json").read_text()
+    assert interface.ATTENTION_NAME not in json.dumps(model.config.to_dict(), default=str)
     again = LlamaForCausalLM.from_pretrained(tmp_path)
     assert again.config._attn_implementation == "sdpa"
     assert torch.equal(generate(again, prompt), generate(model, prompt))
@@ -129,7 +123,8 @@ def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) ->
 
 def test_arguments_are_in_the_order_of_transformers() -> None:
     """The attention function accepts its first arguments by position, as wrappers such as kvpress pass them."""
-    names = [list(inspect.signature(f).parameters)[:7] for f in (attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"])]
+    functions = interface.attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"]
+    names = [list(inspect.signature(function).parameters)[:7] for function in functions]
     assert names[0] == names[1]
 
 
@@ -202,8 +197,8 @@ def test_other_models() -> None:
 
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "paged|eager", "org/kernel@v1:f", "wrapper|org/Kernel"])
 def test_the_name_keeps_the_previous_one(name: str) -> None:
-    fused = fused_name(name)
+    fused = interface.fused_name(name)
     assert "flash" not in fused
     assert "/" not in fused
     config = SimpleNamespace(_attn_implementation=fused)
-    assert _previous_name(config) == name
+    assert interface._previous_name(config) == name

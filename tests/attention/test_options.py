@@ -20,17 +20,10 @@ from kvcache_compress.modeling.decoder import cache_argument
 
 LENGTHS = torch.tensor([0, 1])
 IDLE: dict[str, Any] = {
-    "output_router_logits": True,
-    "num_items_in_batch": torch.tensor(3),
-    "max_length_q": 1,
-    "max_length_k": 61,
-    "seq_idx": torch.zeros(1, 1, dtype=torch.int32),
-    "cu_seq_lens_q": LENGTHS,
-    "cu_seq_lens_k": LENGTHS,
-    "is_causal": False,
-    "sliding_window": 1024,
-    "return_shared_kv_states": True,
-}
+    "output_router_logits": True, "num_items_in_batch": torch.tensor(3), "max_length_q": 1, "max_length_k": 61,
+    "seq_idx": torch.zeros(1, 1, dtype=torch.int32), "cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS,
+    "is_causal": False, "sliding_window": 1024, "return_shared_kv_states": True,
+}  # fmt: skip
 """Options of a step of one token that change nothing for eager attention and SDPA."""
 
 

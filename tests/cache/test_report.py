@@ -43,12 +43,8 @@ def test_turboquant_by_hand() -> None:
     codes, scales = ROWS * 32 * 8 * 4, ROWS * 32 * 2
     dense = 2 * ROWS * 28 * DIM * 4
     assert report.fields == {
-        "keys.codes0": codes,
-        "keys.scale": scales,
-        "values.codes0": codes,
-        "values.scale": scales,
-        "dense": dense,
-    }
+        "keys.codes0": codes, "keys.scale": scales, "values.codes0": codes, "values.scale": scales, "dense": dense,
+    }  # fmt: skip
     assert report.used_bytes == dense + 2 * (codes + scales)
     # Held: the sinks, room for the window and one flush in the tail, and a packed part with one token to spare.
     assert report.allocated_bytes == 2 * (ROWS * (4 + 40) * DIM * 4 + ROWS * 33 * 34)

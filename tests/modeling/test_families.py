@@ -218,16 +218,10 @@ def test_composite_config() -> None:
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 (PINNED,) = re.findall(r"^transformers==(.*)$", CONSTRAINTS, re.MULTILINE)
 KINDS = {
-    "falcon, alibi": ("unfused", False),
-    "falcon, 3 queries per head": ("unfused", False),
-    "llama, 7 queries per head": ("fused", False),
-    "diffllama": ("unfused", False),
-    "llama4": ("fails", False),
-    "xlnet": ("refused", False),
-    "gemma3": ("fused", True),
-    "mllama": ("fused", True),
-    "qwen2_5_vl": ("fused", True),
-}
+    "falcon, alibi": ("unfused", False), "falcon, 3 queries per head": ("unfused", False),
+    "llama, 7 queries per head": ("fused", False), "diffllama": ("unfused", False), "llama4": ("fails", False),
+    "xlnet": ("refused", False), "gemma3": ("fused", True), "mllama": ("fused", True), "qwen2_5_vl": ("fused", True),
+}  # fmt: skip
 """One case of each kind, its verdict, and whether an image was used."""
 NO_EFFECT = "fused attention has no effect on "
 

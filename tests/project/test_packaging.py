@@ -33,15 +33,10 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kvcache_compress"}
     expected = (
-        "py.typed",
-        "configs/turboquant-4bit.yaml",
-        "triton_kernels/attention/kernel.py",
-        "cpu_kernels/attention/attend.cpp",
-        "cpu_kernels/attention/softmax.h",
-        "eval/tasks/data/default_text.txt",
-        "eval/reporting/report.html.j2",
-        "eval/tasks/longbench/prompts.yaml",
-    )
+        "py.typed", "configs/turboquant-4bit.yaml", "triton_kernels/attention/kernel.py",
+        "cpu_kernels/attention/attend.cpp", "cpu_kernels/attention/softmax.h", "eval/tasks/data/default_text.txt",
+        "eval/reporting/report.html.j2", "eval/tasks/longbench/prompts.yaml",
+    )  # fmt: skip
     assert all(f"kvcache_compress/{name}" in names for name in expected)
 
 

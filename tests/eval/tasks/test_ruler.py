@@ -88,13 +88,8 @@ def test_folder_takes_its_files_in_turns(model: LlamaForCausalLM, tmp_path: Path
     write(tmp_path / "8192" / "qa_1" / "validation.jsonl", ROW, ROW)
     ids = [sample.id for sample in Ruler(data=tmp_path).samples(model, Characters())]
     assert ids == [
-        "4096/vt/1",
-        "8192/qa_1/validation/1",
-        "8192/vt/1",
-        "4096/vt/2",
-        "8192/qa_1/validation/2",
-        "4096/vt/3",
-    ]
+        "4096/vt/1", "8192/qa_1/validation/1", "8192/vt/1", "4096/vt/2", "8192/qa_1/validation/2", "4096/vt/3",
+    ]  # fmt: skip
     assert len(Ruler(data=tmp_path, limit=1).samples(model, Characters())) == 3
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"data='.*none'"):

@@ -20,12 +20,6 @@ from kvcache_compress.cli import app
 from kvcache_compress.eval.runner import progress
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
-from kvcache_compress.methods.commvq.calibration.calibrate import (
-    CommVQSettings,
-    Report,
-    calibrate_commvq,
-    split_windows,
-)
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule
@@ -50,11 +44,11 @@ def text(tmp_path: Path) -> list[str]:
 
 
 def calibrate(
-    model: Any, text: list[str], output: Path, report: Report = lambda doing, done, total: None, **changes: Any
+    model: Any, text: list[str], output: Path, report: commvq.Report = lambda doing, done, total: None, **changes: Any
 ) -> None:
     """Run a calibration with short settings."""
-    settings = CommVQSettings(**SETTINGS | changes)
-    calibrate_commvq(model, Letters([3]), text, output, settings, report=report)  # type: ignore[arg-type]
+    settings = commvq.CommVQSettings(**SETTINGS | changes)
+    commvq.calibrate_commvq(model, Letters([3]), text, output, settings, report=report)  # type: ignore[arg-type]
 
 
 def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -95,7 +89,7 @@ def test_a_file_that_the_cache_takes(
 def test_windows_are_held_out() -> None:
     """Held out is one window in eight, evenly spread, and at least one; each window is in one of both sets."""
     for count, held_out in ((2, [1]), (8, [7]), (15, [14]), (18, [8, 17]), (54, [8, 17, 26, 35, 44, 53])):
-        trained, others = split_windows(torch.arange(count)[:, None])
+        trained, others = commvq.split_windows(torch.arange(count)[:, None])
         assert others.flatten().tolist() == held_out
         assert sorted([*trained.flatten().tolist(), *held_out]) == list(range(count))
 

@@ -293,15 +293,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ("org/tiny", "org/tiny", True),
-        ("/models/org/tiny", "org/tiny", True),
-        ("/home/a/digest/model", "/home/b/digest/model", True),
-        ("tiny", "org/tiny", True),
-        ("", "org/tiny", True),
-        ("org/tiny", "others/tiny", False),
-        ("/home/a/one/model", "/home/a/two/model", False),
+        ("org/tiny", "org/tiny", True), ("/models/org/tiny", "org/tiny", True),
+        ("/home/a/digest/model", "/home/b/digest/model", True), ("tiny", "org/tiny", True), ("", "org/tiny", True),
+        ("org/tiny", "others/tiny", False), ("/home/a/one/model", "/home/a/two/model", False),
     ],
-)
+)  # fmt: skip
 def test_names_of_models(one: str, other: str, same: bool) -> None:
     config = LlamaConfig(**CONTRACT_MODEL, name_or_path=other)
     path = damaged(_model(name=one))

@@ -58,15 +58,10 @@ _INDEXER = {
 _SLIDING_MLA = {
     f"swa_{name}": size
     for name, size in {
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": HEAD_DIM,
-        "kv_lora_rank": HEAD_DIM,
-        "head_dim": 2 * HEAD_DIM,
-        "qk_nope_head_dim": HEAD_DIM,
-        "v_head_dim": HEAD_DIM,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": HEAD_DIM, "kv_lora_rank": HEAD_DIM,
+        "head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM,
     }.items()
-}
+}  # fmt: skip
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "apertus1p5": {
         "text_config": {"vocab_size": 3 * VOCAB},

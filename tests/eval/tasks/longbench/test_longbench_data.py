@@ -15,15 +15,9 @@ from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows, resolve
 from kvcache_compress.eval.tasks.longbench.prompts import Template, encode_prompt, read_templates
 
 ORIGINAL = {
-    "input": "Which colour?",
-    "context": "The {house} is red.",
-    "answers": ["red", "dark red"],
-    "length": 4000,
-    "dataset": "qasper",
-    "language": "en",
-    "all_classes": None,
-    "_id": "0a",
-}
+    "input": "Which colour?", "context": "The {house} is red.", "answers": ["red", "dark red"], "length": 4000,
+    "dataset": "qasper", "language": "en", "all_classes": None, "_id": "0a",
+}  # fmt: skip
 
 
 def write(path: Path, *rows: Mapping[str, Any]) -> str:
