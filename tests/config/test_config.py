@@ -86,13 +86,6 @@ def test_a_rule_of_the_same_method_keeps_the_other_options() -> None:
     assert (plans[3].keys.options().bits, plans[3].values.method) == (3, "turboquant")
 
 
-def test_rules_reach_the_layers() -> None:
-    layers = [{"match": [0, -1], "method": "none"}, {"match": "1-2", "sink_tokens": 3}]
-    cache = CompressedCache(llama(), {**SIDES, "layers": layers})
-    assert [isinstance(layer, CompressedLayer) for layer in cache.layers] == [False, True, True, True, True, False]
-    assert [layer.plan.sink_tokens for layer in cache.layers[1:5]] == [3, 3, 16, 16]
-
-
 def test_only_full_attention_is_compressed() -> None:
     config = Gemma3TextConfig(
         num_hidden_layers=6, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8
