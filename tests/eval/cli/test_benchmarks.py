@@ -84,8 +84,21 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
         ("needle", {"needle": "N {answer}."}, r"needs needle, question, answer together \(got needle\)"),
         ("needle", {"mode": "passkey", "needle": "N.", "question": "Q?"}, r"needle='N\.'"),
         ("needle", {"depths": [1.5]}, r"depths\.0=1\.5"),
+        ("turns", {"texts": ["a"]}, "texts="),
+        ("turns", {"texts": ["a", "b"], "scored": 8, "step": 9}, "step=9: must be at most scored=8"),
+        ("turns", {"texts": ["a", "b"], "cases": []}, "cases="),
+        ("turns", {"texts": ["a", "b"], "cases": [True]}, r"cases\.0=True"),
+        *(
+            (
+                "turns",
+                {"texts": ["a", "b"], "cases": ["12+20", case]},
+                rf"cases\.1: .*{re.escape(str(case))[:50]}.* is no case",
+            )
+            for case in ("", "0+20", "20 + 30", "20+", "20like", 2.5, "9" * 5000)
+        ),
     ],
 )
 def test_bad_options(kind: str, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=named) as caught:
         make_benchmark(kind, options)
+    assert "\n" not in str(caught.value)
