@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import codebook_facts, write_codebooks
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.files.commvq_files import FOLDER, codebook_file, random_codebooks
 from support.files.spectral_files import statistics_of
 from support.models import shrink
@@ -175,14 +175,7 @@ def prompt() -> tuple[torch.Tensor, torch.Tensor]:
 def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     """Float32 logits of all tokens that are not padding, `[n, vocab]`, of a left-padded batch given in `STEPS`."""
     ids, mask = prompt()
-    parts = []
-    for part in ids.split(STEPS, 1):
-        past = int(cache.get_seq_length())
-        seen = mask[:, : past + part.shape[1]]
-        positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]
-        output = model(input_ids=part, **with_cache(cache), attention_mask=seen, position_ids=positions)
-        parts.append(output.logits.float())
-    return torch.cat(parts, 1)[mask.bool()]
+    return feed(model, cache, ids, STEPS, mask)[mask.bool()].float()
 
 
 class Both(NamedTuple):
