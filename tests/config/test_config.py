@@ -1,4 +1,4 @@
-"""Configs: loading, rules for single layers, and errors."""
+"""Configs: loading, rules for single layers, errors, and sizes with a unit."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from kvcache_compress import CompressedCache, load_config, preset_names
 from kvcache_compress.cache.estimate import packed_bits
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.config import BUDGETS, get_method, register_method
+from kvcache_compress.validation import parse_size, size_text
 
 FULL = ["full_attention"] * 6
 SIDES: dict[str, Any] = {"keys": {"method": "turboquant", "bits": 3}, "values": {"method": "turboquant", "bits": 2}}
@@ -190,3 +191,24 @@ def test_register_method_refuses() -> None:
     with pytest.raises(ValueError, match="'kivi' is already registered by KIVICodec"):
         register_method(type("Codec2", (codec,), {"name": "kivi"}))
     assert register_method(codec) is codec
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [("2GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("128K", 1 << 17), (" 4096 ", 4096), ("8kb", 8000)]
+)
+def test_sizes(given: str, size: int) -> None:
+    assert parse_size(given, "memory") == size
+
+
+@pytest.mark.parametrize("given", ["", "GB", "-2GB", "2XB", "0", "1.5B"])
+def test_sizes_that_are_none(given: str) -> None:
+    with pytest.raises(ValueError, match=r"memory=.*: .*2GB"):
+        parse_size(given, "memory")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(2**29, "512.0 MiB"), (1.5 * 2**30, "1.50 GiB"), (2**20, "1.00 MiB"), (2**37, "128.0 GiB"), (3072, "3.00 KiB")],
+)
+def test_sizes_in_words(size: float, text: str) -> None:
+    assert size_text(size) == text
