@@ -1,11 +1,15 @@
-"""Quantizers: codebooks are optimal by an independent integration; the trellis has paths, their errors and levels."""
+"""Quantizers: codebooks and levels are optimal by independent integration; the best path and the best allocation."""
 
+import itertools
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
 
 from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.packing import unpack
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
@@ -126,3 +130,25 @@ def test_levels_are_the_means_of_the_numbers_that_they_stand_for(bits: int) -> N
     _, indices = trellis.best_path((z * steps).round().int(), (levels * steps).round().int())
     means = torch.stack([z[indices == i].mean() for i in range(len(levels))])
     torch.testing.assert_close(means * math.sqrt(width), levels.float() * math.sqrt(width), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_share_loses_less(seed: int) -> None:
+    dice = random.Random(seed)
+    counts = [dice.randint(1, 4) for _ in range(5)]
+    costs = [[dice.randint(1, 40) for _ in range(count)] for count in counts]
+    losses = [[dice.random() for _ in range(count)] for count in counts]
+    budget = dice.randint(sum(map(min, costs)), 150)
+
+    def total(chosen: Any, numbers: list[list[Any]]) -> Any:
+        return sum(of_unit[number] for of_unit, number in zip(numbers, chosen, strict=True))
+
+    fitting = [x for x in itertools.product(*map(range, counts)) if total(x, costs) <= budget]
+    found = allocate(costs, losses, budget)
+    assert total(found, costs) <= budget
+    assert total(found, losses) == pytest.approx(min(total(x, losses) for x in fitting))
+
+
+def test_a_budget_below_the_cheapest_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"budget=3: the cheapest choices cost 4"):
+        allocate([[2, 5], [2]], [[1, 0], [1]], 3)
