@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_attention.py",
         "test_slots.py",
         "test_operations.py",
-        "test_compare.py",
+        "test_commands.py",
     )
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 

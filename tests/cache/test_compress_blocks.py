@@ -1,4 +1,4 @@
-"""`compress` without a block, overlapping blocks, and cache options of `generate` calls meanwhile."""
+"""`compress` without a block, overlapping blocks, cache options of `generate` calls meanwhile, and early exit."""
 
 import gc
 import threading
@@ -13,7 +13,13 @@ from support.models.saved_model import saved_model
 from support.models.small_model import method_config, small_model
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
-from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress import (
+    CompressedCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    register_position_hooks,
+)
 from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.modeling.loading import load_model
 
@@ -247,3 +253,77 @@ def test_a_pipeline() -> None:
         output = model.generate(**batch, **with_cache(cache), **how)[:, batch["input_ids"].shape[1] :]
         expected = tokenizer.batch_decode(output, skip_special_tokens=True)
         assert [one[0]["generated_text"] for one in found[part]] == expected
+
+
+LAYERS, PROMPT, NEW = 3, 60, 14
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: method_config(name, LAYERS) for name in ("turboquant", "spectral", "commvq")
+}
+CONFIGS["layer-rule"] = {**method_config("turboquant"), "layers": [{"match": 2, "keys": {"method": "kivi", "bits": 4}}]}
+
+
+@pytest.fixture
+def deep() -> LlamaForCausalLM:
+    return small_model(LAYERS)
+
+
+def drafted(model: LlamaForCausalLM, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    return model.generate(
+        prompt[:1], **{"max_new_tokens": NEW, "do_sample": False, "assistant_early_exit": 1, **options}
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_early_exit_with_an_own_cache_and_compress(
+    deep: LlamaForCausalLM, prompt: torch.Tensor, name: str, fused: bool
+) -> None:
+    """Early exit gives the same tokens with an own cache and within `compress`, whose handle has the verifier's."""
+    own = CompressedCache(deep.config, CONFIGS[name])
+    if fused:
+        enable_fused_attention(deep)
+    register_position_hooks(deep)
+    expected = drafted(deep, prompt, **with_cache(own))
+    assert own.packed_tokens > 0
+    disable_fused_attention(deep)
+    with compress(deep, CONFIGS[name], fused=fused) as handle:
+        assert torch.equal(drafted(deep, prompt), expected)
+        cache = handle.last_cache
+        assert len(cache.layers) == deep.config.num_hidden_layers == LAYERS
+        assert cache.packed_tokens == own.packed_tokens
+        assert cache.get_seq_length() == own.get_seq_length() >= PROMPT + NEW - 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_early_exit_without_compression_is_greedy(deep: LlamaForCausalLM, prompt: torch.Tensor, fused: bool) -> None:
+    """With a window so wide that nothing is packed, drafts, crops and steps of several tokens lose nothing."""
+    expected = drafted(deep, prompt, assistant_early_exit=None)
+    with compress(deep, {**CONFIGS["turboquant"], "recent_tokens": 512}, fused=fused) as handle:
+        assert torch.equal(drafted(deep, prompt), expected)
+        assert handle.last_cache.get_seq_length() >= PROMPT + NEW - 1
+
+
+def test_another_thread_is_no_draft(deep: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+
+    def call(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        in_thread(lambda: drafted(deep, prompt[:, :50], assistant_early_exit=None))
+        return scores
+
+    with compress(deep, CONFIGS["turboquant"]) as handle:
+        drafted(deep, prompt, assistant_early_exit=None, logits_processor=[call])
+        assert handle.last_cache.get_seq_length() == 50 + NEW - 1
+        assert handle.last_cache.packed_tokens > 0
+
+
+def test_after_an_exception(deep: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with compress(deep, CONFIGS["turboquant"]) as handle:
+        with pytest.raises(KeyError, match="mine"):
+            drafted(deep, prompt, assistant_early_exit=None, logits_processor=[fail])
+        failed = handle.last_cache
+        drafted(deep, prompt)
+        assert handle.last_cache is not failed
+        assert handle.last_cache.packed_tokens > 0

@@ -171,14 +171,9 @@ def test_offloading(name: str, fused: bool, events: list[tuple[str, str]], tmp_p
         side, current = f"side of {device}", f"current of {device}"
         steps(cache, [device] * LAYERS, [1])
         one = [
-            (f"{current} waits", side),
-            ("prefetch", "{own}"),
-            (f"{side} waits", current),
-            ("enter", side),
-            ("prefetch", "{other}"),
-            ("exit", side),
-            ("offload", "{own}"),
-        ]
+            (f"{current} waits", side), ("prefetch", "{own}"), (f"{side} waits", current), ("enter", side),
+            ("prefetch", "{other}"), ("exit", side), ("offload", "{own}"),
+        ]  # fmt: skip
         assert events == [(what, who.format(own=own, other=1 - own)) for own in range(LAYERS) for what, who in one]
         steps(same, [CPU] * LAYERS, [44])
         steps(same, [CPU] * LAYERS, [1])

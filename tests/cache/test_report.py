@@ -43,12 +43,8 @@ def test_turboquant_by_hand() -> None:
     codes, scales = ROWS * 32 * 8 * 4, ROWS * 32 * 2
     dense = 2 * ROWS * 28 * DIM * 4
     assert report.fields == {
-        "keys.codes0": codes,
-        "keys.scale": scales,
-        "values.codes0": codes,
-        "values.scale": scales,
-        "dense": dense,
-    }
+        "keys.codes0": codes, "keys.scale": scales, "values.codes0": codes, "values.scale": scales, "dense": dense,
+    }  # fmt: skip
     assert report.used_bytes == dense + 2 * (codes + scales)
     # Held: the sinks, room for the window and one flush in the tail, and a packed part with one token to spare.
     assert report.allocated_bytes == 2 * (ROWS * (4 + 40) * DIM * 4 + ROWS * 33 * 34)
@@ -154,7 +150,7 @@ GROWING = {name: method_config(name) for name in METHODS if name != "commvq"} | 
 @pytest.mark.parametrize("name", GROWING)
 def test_memory_grows_as_estimated(name: str, one_era: None) -> None:
     """Over 2,000 tokens all bytes held are in the report, and bytes in use equal those computed from the shape."""
-    batch, heads, dim, layers, step = 1, 2, 32, CONTRACT_MODEL["num_hidden_layers"], 5
+    batch, heads, dim, layers, step = 2, 2, 32, CONTRACT_MODEL["num_hidden_layers"], 5
     config = load_config({**GROWING[name], "sink_tokens": SINKS, "recent_tokens": 64})
     decoder = LlamaConfig(**CONTRACT_MODEL)
     decoder._attn_implementation = fused_name("sdpa")
@@ -174,20 +170,9 @@ def test_memory_grows_as_estimated(name: str, one_era: None) -> None:
         assert 0 <= waiting < cache.layers[0].flush_tokens + step
         rope = batch * rope_bytes(config, dim, layers, tokens)
         assert report.fields.get("rope", 0) == rope
-        assert report.allocated_bytes <= (1 + SLACK) * (cache_bytes(config, layers, heads, dim, tokens, batch) + rope)
+        estimate = cache_bytes(config, layers, heads, dim, tokens, batch) + rope
+        assert 0.95 * estimate <= report.allocated_bytes <= (1 + SLACK) * estimate
     assert report.packed_tokens > 1800
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_prompts_take_the_estimated_bytes(name: str, one_era: None) -> None:
-    config = load_config({**GROWING[name], "sink_tokens": SINKS, "recent_tokens": 64})
-    decoder = LlamaConfig(**CONTRACT_MODEL)
-    cache = CompressedCache(decoder, config)
-    for layer in range(CONTRACT_MODEL["num_hidden_layers"]):
-        cache.update(*torch.randn(2, 2, 2, 500, 32).bfloat16(), layer)
-    report = cache.memory_report()
-    estimate = cache_bytes(config, len(cache.layers), 2, 32, 500, 2)
-    assert report.allocated_bytes - estimate == pytest.approx(report.fields.get("rope", 0), rel=0.1)
 
 
 MORE = {

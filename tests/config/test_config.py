@@ -1,16 +1,29 @@
-"""Configs: loading, rules for single layers, and errors."""
+"""Configs: loading, rules for single layers, errors, sizes, and options without effect or of wrong types."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from support.models.small_model import small_config
 from transformers import Gemma3TextConfig, LlamaConfig
 
-from kvcache_compress import CompressedCache, load_config, preset_names
+from kvcache_compress import (
+    CompressedCache,
+    CompressionConfig,
+    KIVICache,
+    PolarQuantCache,
+    QJLCache,
+    TurboQuantCache,
+    load_config,
+    preset_names,
+)
 from kvcache_compress.cache.estimate import packed_bits
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.config import BUDGETS, get_method, register_method
+from kvcache_compress.config import BUDGETS, get_method, method_names, register_method
+from kvcache_compress.eval.caches.caches import preset_cache
+from kvcache_compress.validation import parse_size, size_text
 
 FULL = ["full_attention"] * 6
 SIDES: dict[str, Any] = {"keys": {"method": "turboquant", "bits": 3}, "values": {"method": "turboquant", "bits": 2}}
@@ -84,13 +97,6 @@ def test_a_rule_of_the_same_method_keeps_the_other_options() -> None:
     assert (plans[1].keys.options().bits, plans[1].keys.options().scalar) == (6, "norm")
     assert plans[2].keys.options().model_dump() == {"bits": 4, "group_size": 32}
     assert (plans[3].keys.options().bits, plans[3].values.method) == (3, "turboquant")
-
-
-def test_rules_reach_the_layers() -> None:
-    layers = [{"match": [0, -1], "method": "none"}, {"match": "1-2", "sink_tokens": 3}]
-    cache = CompressedCache(llama(), {**SIDES, "layers": layers})
-    assert [isinstance(layer, CompressedLayer) for layer in cache.layers] == [False, True, True, True, True, False]
-    assert [layer.plan.sink_tokens for layer in cache.layers[1:5]] == [3, 3, 16, 16]
 
 
 def test_only_full_attention_is_compressed() -> None:
@@ -197,3 +203,194 @@ def test_register_method_refuses() -> None:
     with pytest.raises(ValueError, match="'kivi' is already registered by KIVICodec"):
         register_method(type("Codec2", (codec,), {"name": "kivi"}))
     assert register_method(codec) is codec
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [("2GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("128K", 1 << 17), (" 4096 ", 4096), ("8kb", 8000)]
+)
+def test_sizes(given: str, size: int) -> None:
+    assert parse_size(given, "memory") == size
+
+
+@pytest.mark.parametrize("given", ["", "GB", "-2GB", "2XB", "0", "1.5B"])
+def test_sizes_that_are_none(given: str) -> None:
+    with pytest.raises(ValueError, match=r"memory=.*: .*2GB"):
+        parse_size(given, "memory")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(2**29, "512.0 MiB"), (1.5 * 2**30, "1.50 GiB"), (2**20, "1.00 MiB"), (2**37, "128.0 GiB"), (3072, "3.00 KiB")],
+)
+def test_sizes_in_words(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+IDLE = [
+    ({"method": "turboquant", "bits": 2, "outlier_fraction": 0.25}, "outlier_fraction", "fractional bits"),
+    ({"method": "turboquant", "outlier_fraction": 0.5}, "outlier_fraction", "fractional bits"),
+    ({"method": "turboquant", "sketch": "gaussian"}, "sketch", "estimator 'prod'"),
+    ({"method": "turboquant", "bits": 1, "codebook": "uniform"}, "codebook", "more bits"),
+    ({"method": "turboquant", "bits": 2, "estimator": "prod", "codebook": "uniform"}, "codebook", "more bits"),
+    ({"method": "polarquant_recursive", "precondition": False, "shared_rotation": True}, "shared_rotation", "precond"),
+    ({"method": "polarquant_rope", "radius_scale": "channel", "group_size": 64}, "group_size", "radius_scale 'group'"),
+    ({"method": "qjl", "sketch_dim": 96, "sketch_ratio": 2}, "sketch_ratio", "no sketch_dim"),
+    ({"method": "qjl", "outlier_sketch_dim": 32}, "outlier_sketch_dim", "outlier_channels"),
+]
+
+
+@pytest.mark.parametrize(("side", "name", "need"), IDLE, ids=[f"{side['method']}-{name}" for side, name, _ in IDLE])
+def test_options_without_effect_are_refused(side: dict[str, Any], name: str, need: str, tmp_path: Path) -> None:
+    value = "True" if side[name] is True else repr(side[name])
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"keys": side, "values": "none"}))
+    with pytest.raises(ValueError, match=f"mine.yaml: keys.{name}={value} for {side['method']}: has .*{need}"):
+        load_config(path)
+    with pytest.raises(ValueError, match=f"layers.0.keys.{name}={value} for {side['method']}: has an effect only"):
+        load_config({"keys": "none", "values": "none", "layers": [{"match": 0, "keys": side}]})
+    with pytest.raises(ValueError, match=f"layers.0.keys.{name}="):
+        load_config({"keys": side["method"], "values": "none", "layers": [{"match": 0, "keys": side}]})
+    assert load_config({"keys": {k: v for k, v in side.items() if k != name}, "values": "none"}).keys.idle() == {}
+
+
+def test_a_rule_may_leave_an_inherited_option_without_effect() -> None:
+    """A rule may drop an inherited option's effect, as whole bits do among fractional ones, or give it one."""
+    keys = {"method": "turboquant", "bits": 2.5, "outlier_fraction": 0.25}
+    rules = [
+        {"match": 0, "keys": {"method": "turboquant", "bits": 4}},
+        {"match": 1, "keys": {"method": "turboquant", "outlier_fraction": 0.5}},
+    ]
+    config = load_config({"keys": keys, "values": "none", "layers": rules})
+    plans = config.plan(["full_attention"] * 3)
+    assert [plan.keys.model_dump() for plan in plans] == [
+        {"method": "turboquant", "bits": 4},
+        keys | {"outlier_fraction": 0.5},
+        keys,
+    ]
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    qjl = {"keys": {"method": "qjl", "sketch_ratio": 4}, "values": "none"}
+    rule = {"match": 0, "keys": {"method": "qjl", "sketch_dim": 96}}
+    assert load_config({**qjl, "layers": [rule]}).plan(["full_attention"])[0].keys.model_dump() == rule["keys"]
+
+
+def test_an_option_of_both_sides_needs_one_that_can_use_it() -> None:
+    config = TurboQuantCache(small_config(), key_bits=2.5, value_bits=4, outlier_fraction=0.25).compression
+    assert config.keys.options().outlier_fraction == 0.25
+    assert config.values.model_dump() == {"method": "turboquant", "bits": 4}
+    with pytest.raises(ValueError, match=r"outlier_fraction=0.25 for turboquant: has .* fractional bits"):
+        TurboQuantCache(small_config(), bits=4, outlier_fraction=0.25)
+    for kind in (TurboQuantCache, KIVICache):
+        with pytest.raises(ValueError, match=r"bits=3 .*key_bits and value_bits"):
+            kind(small_config(), bits=3, key_bits=4, value_bits=2)
+        assert kind(small_config(head_dim=32), bits=3, key_bits=4).compression.values.options().bits == 3
+    with pytest.raises(ValueError, match="sketch_ratio=2 for qjl: has an effect only with no sketch_dim"):
+        QJLCache(small_config(), sketch_ratio=2, sketch_dim=96)
+    assert QJLCache(small_config(), sketch_dim=96).compression.keys.model_dump() == {"method": "qjl", "sketch_dim": 96}
+
+
+def test_rules_without_effect() -> None:
+    sides = {"keys": "turboquant", "values": "turboquant"}
+    with pytest.raises(ValueError, match=r"match=\[0\]: the rule changes nothing"):
+        load_config({**sides, "layers": [{"match": 0}]})
+    for name in ("sink_tokens", "recent_tokens"):
+        with pytest.raises(ValueError, match=f"layers.0.{name}=3: has an effect only"):
+            load_config({**sides, "layers": [{"match": 0, "method": "none", name: 3}]})
+        load_config({**sides, "layers": [{"match": 0, "keys": "none", name: 3}]})
+
+
+def test_configs_come_back_as_they_were(tmp_path: Path) -> None:
+    """Configs with every option set survive YAML, a saved cache, `changed` and a cell's description."""
+    keys = {"method": "turboquant", "bits": 2.5, "outlier_fraction": 0.25, "center": "on", "codebook": "uniform"}
+    values = {"method": "turboquant", "bits": 3, "estimator": "prod", "sketch": "gaussian"}
+    rules = [{"match": 0, "keys": {"method": "turboquant", "bits": 4}}, {"match": "1-1", "sink_tokens": 2}]
+    config = load_config({"keys": keys, "values": values, "layers": rules})
+    cache = CompressedCache(small_config(), config)
+    cache.save(tmp_path / "cache")
+    for again in (
+        load_config(yaml.safe_load(config.to_yaml())),
+        CompressedCache.load(tmp_path / "cache", small_config()).compression,
+        load_config(config.model_dump()),
+    ):
+        assert again.plan(["full_attention"] * 3) == config.plan(["full_attention"] * 3)
+        assert CompressedCache(small_config(), again).layers[0].plan.keys.options().bits == 4
+    assert load_config(preset_cache(config.model_dump(), name="x").description).to_yaml() == config.to_yaml()
+    assert config.changed(sink_tokens=3).sink_tokens == 3
+    assert config.changed(sink_tokens=3).layers == config.layers
+
+
+@pytest.mark.parametrize("method", [name for name in method_names() if name != "none"])
+def test_no_option_takes_another_type(method: str) -> None:
+    """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
+    options = get_method(method).Options
+    numbers = [name for name, field in options.model_fields.items() if _takes(field.annotation, int, float)]
+    booleans = [name for name, field in options.model_fields.items() if _takes(field.annotation, bool)]
+    assert numbers
+    for name in numbers:
+        for value in (True, False, "4", "yes", [True]):
+            with pytest.raises(ValueError, match=f"{name}.*{value!r}".replace("[True]", "True")):
+                load_config({"keys": {"method": method, name: value}, "values": "none"})
+    for name in booleans:
+        for value in (0, 1, 1.0, "yes", "true", "off"):
+            with pytest.raises(ValueError, match=f"{name}={value!r} for {method}: must be a valid boolean"):
+                load_config({"keys": {"method": method, name: value}, "values": "none"})
+
+
+def _takes(annotation: Any, *kinds: type) -> bool:
+    text = str(annotation)
+    return any(annotation is kind or f"{kind.__name__} |" in text or f"[{kind.__name__}," in text for kind in kinds)
+
+
+@pytest.mark.parametrize("value", [True, "16", 3.0, 2**31])
+def test_no_count_takes_another_type(value: Any) -> None:
+    both = {"keys": "turboquant", "values": "turboquant"}
+    for name in ("sink_tokens", "recent_tokens", "seed", "max_cache_len"):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            load_config({**both, name: value})
+    with pytest.raises(ValueError, match="sink_tokens="):
+        load_config({**both, "layers": [{"match": 0, "sink_tokens": value}]})
+    with pytest.raises(ValueError, match="sink_tokens="):
+        load_config(both).changed(sink_tokens=value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    cache = KIVICache(small_config(head_dim=32), bits=np.int64(3), recent_tokens=np.int32(32))
+    assert cache.compression == KIVICache(small_config(head_dim=32), bits=3, recent_tokens=32).compression
+    assert TurboQuantCache(small_config(), bits=np.float32(2.5)).compression.keys.options().bits == 2.5
+    assert load_config(yaml.safe_load(cache.compression.to_yaml())) == cache.compression
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 96])
+def test_defaults_fit_every_head_dimension_or_say_what_does(head_dim: int) -> None:
+    config = small_config(head_dim=head_dim)
+    for kind in (QJLCache, TurboQuantCache):
+        kind(config)
+    assert QJLCache(config, values={"bits": 3}).compression.values.options().bits == 3
+    group = next((size for size in (32, 16) if head_dim % size == 0), None)
+    expected = {"method": "kivi", "bits": 3, "group_size": group} if group else {"method": "turboquant", "bits": 3}
+    assert QJLCache(config, values={"bits": 3}).compression.values.model_dump() == expected
+    fits = "use turboquant" if group is None else f"head dimension {head_dim}; use 16"
+    if head_dim % 32:
+        with pytest.raises(ValueError, match=f"group_size=32 for kivi values .*{fits}"):
+            KIVICache(config)
+    else:
+        KIVICache(config)
+    for variant, least in (("recursive", 32), ("rope", 16)):
+        if head_dim % 16 == 0 and head_dim >= least:
+            PolarQuantCache(config, variant=variant)
+            continue
+        with pytest.raises(ValueError, match=f"head_dim={head_dim} for polarquant_{variant} .*use turboquant"):
+            PolarQuantCache(config, variant=variant)
+
+
+def test_options_of_values_change_the_default() -> None:
+    config = small_config(head_dim=32)
+    assert QJLCache(config, values={"group_size": 16}).compression.values.options().bits == 2
+    assert QJLCache(config, values="kivi").compression.values.options().bits == 4
+    assert PolarQuantCache(config, values={"bits": 3}).compression.values.model_dump() == {
+        "method": "polarquant_recursive",
+        "bits": 3,
+    }
+    assert (
+        PolarQuantCache(config, variant="rope", values={"bits": 3}).compression.values
+        == CompressionConfig(keys="none", values={"method": "turboquant", "bits": 3}).values
+    )

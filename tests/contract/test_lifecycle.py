@@ -12,14 +12,9 @@ from transformers import DynamicCache, StaticCache
 from kvcache_compress import CompressedCache, enable_fused_attention
 
 STATES: dict[str, tuple[list[int], int]] = {
-    "empty": ([], 0),
-    "short": ([20], 0),
-    "packed": ([65, 1, 4], 0),
-    "padded": ([65, 1, 4], 9),
-    "in the padding of a row": ([40], 50),
-    "cropped": ([65, 10], 0),
-    "of another batch": ([65, 10], 0),
-}
+    "empty": ([], 0), "short": ([20], 0), "packed": ([65, 1, 4], 0), "padded": ([65, 1, 4], 9),
+    "in the padding of a row": ([40], 50), "cropped": ([65, 10], 0), "of another batch": ([65, 10], 0),
+}  # fmt: skip
 """Sizes of the steps before, and padding of the first row."""
 
 

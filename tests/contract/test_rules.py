@@ -1,4 +1,4 @@
-"""Rules of every method: which tokens are packed, what a step attends to, and which operations are refused."""
+"""Rules of every method: what is packed, attended to and refused; all modes of `generate`, fused and unfused."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ from support.cache_name import with_cache
 from support.oracle import TOLERANCE, assert_close_but_for_flips, few, label
 from support.recorded_paths import record_paths
 
-from kvcache_compress import enable_fused_attention
+from kvcache_compress import disable_fused_attention, enable_fused_attention
 
 
 @few
@@ -110,3 +110,49 @@ def test_a_crop_before_attention_takes_back_what_was_due(case: Any) -> None:
     layer.close(None)
     assert layer.packed_tokens == 0
     assert torch.equal(layer.keys, x[:, :, :10])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "many-returned": {"do_sample": True, "num_return_sequences": 3},
+    "beams-returned": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "prompt-lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4},
+    "assisted": {},
+}
+NEW = 28
+"""New tokens; enough that generated tokens are packed too."""
+
+
+def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    return case.model.generate(ids, **with_cache(cache), **{"max_new_tokens": NEW, "disable_compile": True, **how})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fused_equals_not_fused(unfused: Any, assistant: Any, ids: Any, way: str, capacity: int | None) -> None:
+    """Static caches give the tokens of growing ones. Assisted generation crops most tokens of a step again."""
+    prompt, how = ids[:, :50], WAYS[way]
+    if way in ("prompt-lookup", "assisted"):
+        prompt = ids[:1, :25].repeat(1, 2)
+        how = how or {"do_sample": False, "assistant_model": assistant}
+    outputs = []
+    for fused, room in ((False, None), (True, capacity)):
+        (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
+        cache = unfused.cache(max_cache_len=room)
+        outputs.append(generate(unfused, cache, prompt, **how))
+        assert cache.packed_tokens >= 32
+    assert outputs[0].shape[1] == 50 + NEW
+    assert torch.equal(*outputs)
+
+
+@few
+def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None:
+    """The next prompt of a chat is a chunk over a packed past; `generate` feeds only its new tokens."""
+    cache, oracle = case.cache(), case.oracle()
+    turns = []
+    for one in (cache, oracle):
+        first = generate(case, one, ids[:, :50], do_sample=False)
+        turns.append(generate(case, one, torch.cat([first, ids[:, 50:90]], 1), do_sample=False))
+    assert cache.packed_tokens > 64
+    assert turns[0].shape[1] == 90 + 2 * NEW
+    assert torch.equal(*turns)

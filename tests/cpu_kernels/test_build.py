@@ -97,14 +97,11 @@ def test_two_at_once(compiler: Path, loaded: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("compiler", "message"),
     [
-        ("no-such-compiler", "no-such-compiler"),
-        ("false", "false: exit status 1"),
-        ('c++ "', "CXX='c\\+\\+ \"': No closing quotation"),
-        (" ", "CXX=' ': no compiler"),
-        ("true", "true produced no library"),
-        ("/", "Permission denied: '/'"),
+        ("no-such-compiler", "no-such-compiler"), ("false", "false: exit status 1"),
+        ('c++ "', "CXX='c\\+\\+ \"': No closing quotation"), (" ", "CXX=' ': no compiler"),
+        ("true", "true produced no library"), ("/", "Permission denied: '/'"),
     ],
-)
+)  # fmt: skip
 def test_without_a_compiler(
     compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

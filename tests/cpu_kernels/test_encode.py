@@ -127,36 +127,29 @@ def test_angles_on_boundaries(bits: int) -> None:
     assert_equal_fields(encode.quantize_tree(z, tree, (book,))[0], polar_tree.encode(z, tree, (book,))[0])
 
 
-@pytest.mark.parametrize(("pairs", "centres"), [(5, 2), (32, 4), (5, 8), (32, 64), (5, 64)])
-def test_nearest_pairs(pairs: int, centres: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "centres", "paired"),
+    [
+        *((10, 2, True), (64, 4, True), (10, 8, True), (64, 64, True), (10, 64, True)),
+        *((10, 2, False), (48, 4, False), (64, 8, False), (10, 64, False), (64, 64, False), (48, 256, False)),
+    ],
+)
+def test_nearest(width: int, centres: int, paired: bool) -> None:
+    """The nearest rows of one table, or sums of two rows of two, among equal ones and zeros."""
     generator = torch.Generator().manual_seed(centres)
-    z = torch.randn(2, 3, 50, 2 * pairs, generator=generator)
-    tables = torch.randn(2, 3, 2, centres, 2 * pairs, generator=generator)
-    costs = torch.randn(2, 3, centres, centres, generator=generator)
+    x = torch.randn(2, 3, 50, width, generator=generator)
+    tables = torch.randn(2, 3, 1 + paired, centres, width, generator=generator)
+    costs = torch.randn(2, 3, *[centres] * (1 + paired), generator=generator)
     tables[0, 1, 0, 1], tables[1, 2], costs[0, 1], costs[1, 2] = tables[0, 1, 0, 0], 0.0, 1.0, 0.0
-    spoil(z)
-    assert_equal_steps(encode.nearest(z, tables, costs), additive.nearest(z, tables, costs))
-
-
-@pytest.mark.parametrize(("width", "centres"), [(10, 2), (48, 4), (64, 8), (10, 64), (64, 64), (48, 256)])
-def test_nearest_rows(width: int, centres: int) -> None:
-    generator = torch.Generator().manual_seed(centres)
-    x, rows = (torch.randn(2, 3, count, width, generator=generator) for count in (50, centres))
-    costs = torch.randn(2, 3, centres, generator=generator)
-    rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
     spoil(x)
-    tables = rows.unsqueeze(-3)
-    assert_equal_steps(encode.nearest(x, tables, costs), additive.nearest(x, tables, costs))
+    ours, theirs = encode.nearest(x, tables, costs), additive.nearest(x, tables, costs)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)
 
 
 def spoil(x: torch.Tensor) -> None:
     """Put zeros, NaN or infinity into some vectors of `x` `[2, 3, 50, w]`."""
     x[0, 0, 3], x[0, 1, 4, 2], x[1, 1, 5, 0], x[1, 2, 6, 1] = 0.0, torch.nan, torch.inf, -torch.inf
-
-
-def assert_equal_steps(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
-    assert torch.equal(ours[0], theirs[0])
-    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

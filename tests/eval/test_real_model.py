@@ -24,14 +24,9 @@ pytestmark = [
 ]
 TUNED = "benchmarks/comparisons/tuned/smollm2-2.4.yaml"
 ONE_PROMPT = {
-    "best-4bit": 0.00028,
-    "best-3bit": 0.00072,
-    TUNED: 0.00174,
-    "best-2bit": 0.00514,
-    "turboquant-4bit": 0.00148,
-    "turboquant-2bit": 0.026,
-    "kivi-4bit": 0.00287,
-}
+    "best-4bit": 0.00028, "best-3bit": 0.00072, TUNED: 0.00174, "best-2bit": 0.00514, "turboquant-4bit": 0.00148,
+    "turboquant-2bit": 0.026, "kivi-4bit": 0.00287,
+}  # fmt: skip
 TWO_TURNS = {"best-3bit": 0.00101, "best-2bit": 0.00379, "turboquant-3bit": 0.0074}
 """Measured KL by cache."""
 

@@ -180,37 +180,14 @@ def test_generate_with_padding(family: str, how: dict[str, Any]) -> None:
     assert torch.equal(generate(wide), generate(plain)), "nothing is packed: exact"
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_softcap_and_sinks_matter(family: str) -> None:
-    """Control: without soft-cap or sinks, the logits over packed tokens differ."""
-    changed = build(family)
-    enable_fused_attention(changed)
-    config = method_config(family, "turboquant")
-    found = []
-    for _ in range(2):
-        cache = CompressedCache(changed.config, config)
-        found.append(logits(changed, cache))
-        assert cache.packed_tokens > 0
-        for layer in changed.model.layers:
-            layer.self_attn.attn_logit_softcapping = None
-            if hasattr(layer.self_attn, "sinks"):
-                layer.self_attn.sinks.data.fill_(-1e4)
-    assert (found[0] - found[1]).abs().max() > 1e-2
-
-
 def test_composite_config() -> None:
+    """The part that sees images keeps its attention; `test_verdict` generates with such a model."""
     both = shrink.small_model(shrink.small_config("gemma3"))
     config = both.config
     before = (config.text_config._attn_implementation, config.vision_config._attn_implementation)
-    ids = family_cases.prompt()[0][1:, :60]
-    outputs = []
-    for switch in (disable_fused_attention, enable_fused_attention):
-        switch(both)
-        cache = CompressedCache(config, method_config("gemma3", "turboquant"))
-        outputs.append(both.generate(ids, **with_cache(cache), max_new_tokens=5, do_sample=False))
-        assert cache.packed_tokens > 0
+    enable_fused_attention(both)
+    assert config.text_config._attn_implementation != before[0]
     assert config.vision_config._attn_implementation == before[1]
-    assert torch.equal(*outputs)
     disable_fused_attention(both)
     assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == before
 
@@ -218,16 +195,10 @@ def test_composite_config() -> None:
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 (PINNED,) = re.findall(r"^transformers==(.*)$", CONSTRAINTS, re.MULTILINE)
 KINDS = {
-    "falcon, alibi": ("unfused", False),
-    "falcon, 3 queries per head": ("unfused", False),
-    "llama, 7 queries per head": ("fused", False),
-    "diffllama": ("unfused", False),
-    "llama4": ("fails", False),
-    "xlnet": ("refused", False),
-    "gemma3": ("fused", True),
-    "mllama": ("fused", True),
-    "qwen2_5_vl": ("fused", True),
-}
+    "falcon, alibi": ("unfused", False), "falcon, 3 queries per head": ("unfused", False),
+    "llama, 7 queries per head": ("fused", False), "diffllama": ("unfused", False), "llama4": ("fails", False),
+    "xlnet": ("refused", False), "gemma3": ("fused", True), "mllama": ("fused", True), "qwen2_5_vl": ("fused", True),
+}  # fmt: skip
 """One case of each kind, its verdict, and whether an image was used."""
 NO_EFFECT = "fused attention has no effect on "
 

@@ -50,16 +50,12 @@ def cell(cache: str, kind: str, score: Any, *, bits: tuple[float, float] = (4.0,
     packed = 0 if cache == "full" else 900
     records = [
         {
-            "id": f"{n},{depth}",
-            "tokens": n,
-            "total_bytes": int(bits[1] * n),
-            "length": n,
-            "depth": depth,
+            "id": f"{n},{depth}", "tokens": n, "total_bytes": int(bits[1] * n), "length": n, "depth": depth,
             "score": score,
         }
         for n in (1000, 2000)
         for depth in (0.0, 1.0)
-    ]
+    ]  # fmt: skip
     fields |= {
         "scores": {"other": 1.5, main_score: score},
         "samples": 4,

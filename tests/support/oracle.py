@@ -22,7 +22,7 @@ from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.modeling.rope import Rope, rope_layout
 from kvcache_compress.storage.backend import Backend
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.method_cases import declared
 
 FLIP = 6e-3
@@ -320,19 +320,7 @@ class Case:
     def feed(
         self, cache: Cache, ids: torch.Tensor, sizes: list[int] | None = None, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits `[B, T, vocab]` of `ids` `[B, T]`, given to the model in steps of `sizes` tokens.
-
-        `mask` `[B, past + T]` marks tokens that are not padding.
-        """
-        logits = []
-        for part in ids.split(sizes or [ids.shape[1]], dim=1):
-            past = cache.get_seq_length()
-            extra = {}
-            if mask is not None:
-                seen = mask[:, : past + part.shape[1]]
-                extra = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]}
-            logits.append(self.model(input_ids=part, **with_cache(cache), use_cache=True, **extra).logits)
-        return torch.cat(logits, 1)
+        return feed(self.model, cache, ids, sizes, mask)
 
 
 def make_case(name: str, model: LlamaForCausalLM, fused: bool, rotary: Rotary) -> Case:

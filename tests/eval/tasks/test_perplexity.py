@@ -1,4 +1,4 @@
-"""Perplexity: its arithmetic by hand, its protocol on a tiny model, and its command."""
+"""Perplexity: its arithmetic, its protocol on a tiny model, and its command; agreement, from generation."""
 
 import dataclasses
 import math
@@ -9,40 +9,33 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.models.saved_model import saved_model
 from support.models.toy_tokenizers import Letters
 from transformers import DynamicCache, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvcache_compress import CompressedCache
 from kvcache_compress.cli.evaluate.app import app
-from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
+from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.eval.tasks import perplexity
-from kvcache_compress.eval.tasks.perplexity import Perplexity
+from kvcache_compress.eval.tasks.perplexity import Agreement, Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_tokens, cut_windows
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 8
 SIZES = {"prefix": 64, "scored": 16, "windows": 3}
 
 
-def test_scores_by_hand() -> None:
-    even, uneven = [math.log(0.5)] * 2, [math.log(0.25), math.log(0.75)]
-    reference = torch.tensor([even, even, uneven])
-    logits = torch.tensor([uneven, uneven, uneven]) + 3.0
-    nll, kl, same = compare_tokens(reference, logits, torch.tensor([1, 0]))
-    assert nll.tolist() == pytest.approx([-math.log(0.75), -math.log(0.25)])
-    assert kl.tolist() == pytest.approx([0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75), 0])
-    assert same.tolist() == [False, True]
-
-
 def test_scores_in_blocks_are_those_of_all_rows_at_once() -> None:
     generator = torch.Generator().manual_seed(1)
     reference, logits = torch.randn(2, 151, 7, generator=generator).unbind()
     targets = torch.randint(7, (150,), generator=generator)
-    nll, kl, _ = compare_tokens(reference, logits, targets)
+    nll, kl, same = compare_tokens(reference, logits, targets)
+    assert torch.equal(same, reference[1:].argmax(-1) == logits[1:].argmax(-1))
     assert nll.mean().item() == pytest.approx(torch.nn.functional.cross_entropy(logits[:-1], targets).item(), rel=1e-5)
     log_q, log_p = logits[1:].log_softmax(-1), reference[1:].log_softmax(-1)
     expected = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
@@ -157,13 +150,6 @@ def test_bad_cache_names(name: str) -> None:
         resolve_cache(name)
 
 
-def test_bad_texts(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for path, message in ((tmp_path / "none.txt", "no such file"), (tmp_path / "empty", "no .txt file in the folder")):
-        (full,) = run(model, path)
-        assert message in full.error
-
-
 def test_command(text: Path, tmp_path: Path) -> None:
     sizes = ["--prefix", "64", "--scored", "16", "--windows", "2", "--text", str(text)]
     arguments = ["--cache", "full", "--cache", "fp8", *sizes, "--output", str(tmp_path / "r.jsonl"), "--device", "cpu"]
@@ -177,3 +163,45 @@ def test_command(text: Path, tmp_path: Path) -> None:
     assert cells[0].versions["torch"] == torch.__version__
     assert cells[0].hardware["cores"] > 0
     assert cells[0].command
+
+
+CONFIG = {side: {"method": "turboquant", "bits": 1} for side in ("keys", "values")} | {
+    "sink_tokens": 2,
+    "recent_tokens": 4,
+}
+TOKENS = 24
+
+
+@torch.no_grad()
+def written(model: LlamaForCausalLM, prompt: torch.Tensor, cache: object) -> list[int]:
+    ids, step = [], prompt
+    for _ in range(TOKENS):
+        logits = model(step, **with_cache(cache)).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        step = torch.tensor([ids[-1:]])
+    return ids
+
+
+@torch.no_grad()
+def test_agreement_by_hand(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    text = tmp_path / "letters.txt"
+    text.write_text("".join(chr(97 + (7 * number * number + number // 5) % 26) for number in range(600)))
+    benchmark = Agreement(texts=(text,), prefix=100, scored=TOKENS, windows=3, step=8)
+    full, lossy = Runner(model, Letters()).run("agreement", benchmark, [full_cache(), preset_cache(CONFIG, name="low")])
+    assert full.scores["same"] == full.scores["same_25"] == TOKENS
+    assert full.scores["all"] == 1
+    same, logprobs = [], []
+    for sample in benchmark.samples(model, Letters()):
+        first, second = (
+            written(model, sample.prompt, cache)
+            for cache in (DynamicCache(config=model.config), CompressedCache(model.config, CONFIG))
+        )
+        same.append(next((at for at, pair in enumerate(zip(first, second, strict=True)) if len({*pair}) > 1), TOKENS))
+        ids = torch.cat([sample.prompt, torch.tensor([second])], 1)
+        log_p = model(ids).logits[0, -TOKENS - 1 : -1].log_softmax(-1)
+        logprobs.append(log_p.gather(-1, torch.tensor(second)[:, None]).mean().item())
+    assert [record["same"] for record in lossy.records] == same
+    assert min(same) < TOKENS
+    assert lossy.scores["same"] == sorted(same)[1]
+    assert lossy.scores["logprob"] == pytest.approx(sum(logprobs) / 3, abs=1e-4)
+    assert lossy.packed_tokens["least"] > 0

@@ -1,4 +1,4 @@
-"""PolarQuant on RoPE pairs: cells, pairs, storage and scores."""
+"""PolarQuant on RoPE pairs: cells, pairs and scores."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.method_cases import bits_per_number, make_codec
+from support.method_cases import make_codec
 from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
 
 from kvcache_compress.codecs.quantizers.polar_pairs import radii
@@ -157,39 +157,12 @@ def test_explicit_pairing(pairing: str) -> None:
     assert torch.equal(*same)
 
 
-def test_pairing_auto_needs_a_layout() -> None:
-    with pytest.raises(ValueError, match="pairing='auto'"):
-        make_codec(NAME, 64, rope=None)
-
-
-@pytest.mark.parametrize(("dim", "m", "n"), [(64, 3, 3), (80, 6, 2), (128, 3, 6), (80, 5, 4)])
-def test_storage(dim: int, m: int, n: int) -> None:
-    """Storage takes (m + n) / 2 bits, plus 16 / (2 g) for a scale per pair and group of g tokens."""
-    paper = make_codec(NAME, dim, angle_bits=m, radius_bits=n, **PAPER)
-    assert bits_per_number(paper) == (m + n) / 2
-    ours = make_codec(NAME, dim, angle_bits=m, radius_bits=n, group_size=64)
-    assert bits_per_number(ours) == (m + n) / 2 + 16 / (2 * 64)
-    x = torch.randn(1, 1, 64, dim)
-    assert 8 * sum(field.nbytes for field in ours.encode(x)) / x.numel() == bits_per_number(ours)
-
-
 @pytest.mark.parametrize("scale", ["channel", "group"])
 def test_zero_and_huge_keys(scale: str) -> None:
     for x in (torch.zeros(1, 1, 64, 64), 1e6 * torch.randn(1, 1, 64, 64)):
         codec = make_codec(NAME, 64, radius_scale=scale, scalar="match")
         codec.prepare(x)
         assert codec.decode(codec.encode(x)).isfinite().all()
-
-
-@pytest.mark.parametrize("options", [{"angle_bits": 7}, {"radius_bits": 1}, {"group_size": 16}])
-def test_refused(options: dict[str, Any]) -> None:
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=rf"{name}\n.*input_value={value}"):
-        make_codec(NAME, 64, **options)
-    with pytest.raises(ValueError, match="polarquant_rope for values"):
-        make_codec(NAME, 64, "values")
-    with pytest.raises(ValueError, match="head_dim=72 "):
-        make_codec(NAME, 72)
 
 
 def test_layouts_index_outside_of_inference_mode_too() -> None:

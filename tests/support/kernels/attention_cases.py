@@ -352,7 +352,9 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return 0.0 if square < 0 else math.sqrt(square)  # NaN stays NaN
 
 
-def check_attention(attend: Callable[..., torch.Tensor], case: Case, keys: View, values: View) -> None:
+def check_attention(
+    attend: Callable[..., torch.Tensor], case: Case, keys: View, values: View, bars: dict[torch.dtype, float] = BARS
+) -> None:
     """Attend with random queries, and assert that the result is that of plain attention."""
     query = torch.randn(case.batch, 2 * case.groups, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, case.batch, 2 * case.groups, keys.shape[2])
@@ -360,7 +362,7 @@ def check_attention(attend: Callable[..., torch.Tensor], case: Case, keys: View,
     call = AttentionCall.of(query, mask, scaling=case.head_dim**-0.5, softcap=case.softcap, s_aux=s_aux)
     out, expected = attend(call, keys, values), plain_attention(query, keys, values, mask, case, s_aux)
     assert (out.shape, out.dtype) == (expected.shape, case.dtype)
-    assert error(out, expected) <= BARS[case.dtype]
+    assert error(out, expected) <= bars[case.dtype]
 
 
 def check_hidden_rows(attend: Callable[..., torch.Tensor], keys: View, values: View) -> None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import codebook_facts, write_codebooks
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.files.commvq_files import FOLDER, codebook_file, random_codebooks
 from support.files.spectral_files import statistics_of
 from support.models import shrink
@@ -27,19 +27,10 @@ VOCAB, SINKS, RECENT = 64, 4, 8
 STEPS = [60, 1, 5, 20, 1]
 """Sizes of a prompt, of which 32 tokens are packed, a step, several tokens, a chunk, which packs more, and a step."""
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
+    "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,12 +86,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "caches a latent (as keys) and a rotary key (as values), decoded at each step",
         {
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 64,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 48,
+            "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32, "v_head_dim": 48,
         },
     ),
     "smollm3": Family(
@@ -109,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family("RoPE on a quarter of each head", {"num_key_value_heads": 4}),
     "opt": Family("learned positions", {"word_embed_proj_dim": 128, "init_std": 0.1, "num_key_value_heads": 4}),
     "gpt2": Family("learned positions", {"num_key_value_heads": 4}),
-}
+}  # fmt: skip
 
 TURBOQUANT = {"method": "turboquant", "bits": 4}
 KIVI = {"method": "kivi", "bits": 4, "group_size": 16}
@@ -124,14 +111,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Configs by method; methods for keys only are combined with TurboQuant for values."""
 LARGEST_LOSS = {
-    "turboquant": 0.15,
-    "kivi": 0.1,
-    "polarquant_recursive": 0.25,
-    "polarquant_rope": 0.2,
-    "qjl": 0.45,
-    "commvq": 0.75,
-    "spectral": 0.5,
-}
+    "turboquant": 0.15, "kivi": 0.1, "polarquant_recursive": 0.25, "polarquant_rope": 0.2, "qjl": 0.45,
+    "commvq": 0.75, "spectral": 0.5,
+}  # fmt: skip
 """Largest relative change of logits; large for CommVQ and spectral, whose codebooks and statistics are random here."""
 
 
@@ -193,14 +175,7 @@ def prompt() -> tuple[torch.Tensor, torch.Tensor]:
 def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     """Float32 logits of all tokens that are not padding, `[n, vocab]`, of a left-padded batch given in `STEPS`."""
     ids, mask = prompt()
-    parts = []
-    for part in ids.split(STEPS, 1):
-        past = int(cache.get_seq_length())
-        seen = mask[:, : past + part.shape[1]]
-        positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]
-        output = model(input_ids=part, **with_cache(cache), attention_mask=seen, position_ids=positions)
-        parts.append(output.logits.float())
-    return torch.cat(parts, 1)[mask.bool()]
+    return feed(model, cache, ids, STEPS, mask)[mask.bool()].float()
 
 
 class Both(NamedTuple):

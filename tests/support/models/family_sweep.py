@@ -91,16 +91,9 @@ def logits(model: PreTrainedModel, inputs: dict[str, Any], cache: Cache) -> torc
     """Logits `[B, STEPS, vocab]` of given tokens after the prompt, by `generate`."""
     torch.manual_seed(0)
     output = model.generate(
-        **inputs,
-        **{cache_argument(): cache},
-        max_new_tokens=STEPS,
-        min_new_tokens=STEPS,
-        do_sample=False,
-        use_cache=True,
-        logits_processor=[_Force()],
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+        **inputs, **{cache_argument(): cache}, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+        use_cache=True, logits_processor=[_Force()], output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
     return torch.stack(output.logits, 1)
 
 

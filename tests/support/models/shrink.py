@@ -49,24 +49,16 @@ _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _GLOBAL = {"global_head_dim": 2 * HEAD_DIM}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2}
 _INDEXER = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": HEAD_DIM,
-    "indexer_budget": 8,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
     "indexer_compress_ratio": 4,
-}
+}  # fmt: skip
 _SLIDING_MLA = {
     f"swa_{name}": size
     for name, size in {
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": HEAD_DIM,
-        "kv_lora_rank": HEAD_DIM,
-        "head_dim": 2 * HEAD_DIM,
-        "qk_nope_head_dim": HEAD_DIM,
-        "v_head_dim": HEAD_DIM,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": HEAD_DIM, "kv_lora_rank": HEAD_DIM,
+        "head_dim": 2 * HEAD_DIM, "qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM,
     }.items()
-}
+}  # fmt: skip
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "apertus1p5": {
         "text_config": {"vocab_size": 3 * VOCAB},

@@ -17,19 +17,10 @@ SINKS, RECENT = 4, 8
 def small_config(layers: int = 2, **changes: Any) -> LlamaConfig:
     """Config with 4 query and 2 key/value heads of 32, and weights so large that attention matters."""
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 4096,
+        "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
     return LlamaConfig(**{**sizes, **changes})
 
 

@@ -40,15 +40,9 @@ def test_generation_equals_the_torch_backend(sides: Any, capacity: int | None, l
         cache = CompressedCache(model.config, config)
         with record_paths() as taken:
             runs[backend] = model.generate(
-                ids,
-                attention_mask=padding,
-                **with_cache(cache),
-                max_new_tokens=new,
-                do_sample=False,
-                disable_compile=True,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+                ids, attention_mask=padding, **with_cache(cache), max_new_tokens=new, do_sample=False,
+                disable_compile=True, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
         assert taken.count(PathTaken(backend, 1)) == layers * (new - 1)
         assert all(layer.packed_tokens == (32 if new == 3 else 64) for layer in cache.layers)
     assert torch.equal(runs["torch"].sequences, runs["triton"].sequences)

@@ -29,16 +29,11 @@ KINDS = get_args(Scalar)
 @pytest.mark.parametrize(
     ("head_dim", "bits", "kind", "order"),
     [
-        (16, 1, "norm", "lloyd_max"),
-        (24, 3, "unbiased", "uniform"),
-        (48, 2, "match", "uniform"),
-        (64, 4, "least_squares", "lloyd_max"),
-        (64, 4, "unbiased", "uniform"),
-        (80, 5, "match", "lloyd_max"),
-        (128, 6, "unbiased", "lloyd_max"),
-        (256, 4, "norm", "uniform"),
+        (16, 1, "norm", "lloyd_max"), (24, 3, "unbiased", "uniform"), (48, 2, "match", "uniform"),
+        (64, 4, "least_squares", "lloyd_max"), (64, 4, "unbiased", "uniform"), (80, 5, "match", "lloyd_max"),
+        (128, 6, "unbiased", "lloyd_max"), (256, 4, "norm", "uniform"),
     ],
-)
+)  # fmt: skip
 def test_turboquant_codes(head_dim: int, bits: int, kind: Scalar, order: str) -> None:
     codec = make_codec("turboquant", {"bits": bits, "codebook": order, "scalar": kind}, "values", head_dim)
     x = torch.randn(2, 2, 9, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(head_dim))

@@ -134,19 +134,11 @@ def test_summaries_by_hand() -> None:
     records = [record("qasper", 0.5), record("qasper", 0.1), record("trec", 1.0), record("narrativeqa", 0.0)]
     assert LongBench().summarize(records) == pytest.approx(
         {
-            "average": (30 + 100 + 0) / 3,
-            "single_document_qa": 15,
-            "few_shot": 100,
-            "group_average": 57.5,
-            "single_document_qa.qasper": 30,
-            "single_document_qa.narrativeqa": 0,
-            "few_shot.trec": 100,
-            "logprob": -(0.3 + 1 + 0) / 3,
-            "logprob.qasper": -0.3,
-            "logprob.trec": -1,
-            "logprob.narrativeqa": 0,
+            "average": (30 + 100 + 0) / 3, "single_document_qa": 15, "few_shot": 100, "group_average": 57.5,
+            "single_document_qa.qasper": 30, "single_document_qa.narrativeqa": 0, "few_shot.trec": 100,
+            "logprob": -(0.3 + 1 + 0) / 3, "logprob.qasper": -0.3, "logprob.trec": -1, "logprob.narrativeqa": 0,
         }
-    )
+    )  # fmt: skip
     records = [record("trec", 1.0, "0-4k"), record("lcc", 0.5, "0-4k"), record("lcc", 0.3, "8k+")]
     scores = LongBench(version="e").summarize(records)
     assert scores["average"] == pytest.approx(70)
