@@ -66,7 +66,6 @@ class Step:
     """A batch of parts, and the indices that all layers share.
 
     Attributes:
-        prompts: parts of more than one token, and in a step without kernels all of them.
         bad: True for new tokens that cannot be packed, `[n]`; layers add what they find.
     """
 

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface
+from kvcache_compress.attention.interface import attention_forward
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.decoder import cache_argument
 
@@ -128,7 +129,7 @@ def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) ->
 
 def test_arguments_are_in_the_order_of_transformers() -> None:
     """The attention function accepts its first arguments by position, as wrappers such as kvpress pass them."""
-    functions = interface.attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"]
+    functions = attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"]
     names = [list(inspect.signature(function).parameters)[:7] for function in functions]
     assert names[0] == names[1]
 
