@@ -63,14 +63,12 @@ build/vendor:
 	$(PYTHON) -m pip install --quiet --target $@ --constraint constraints.txt --only-binary :all: \
 		--python-version $(GPU_PYTHON) pydantic
 
-# The package as it would be installed; with KERNELS=COMMIT, its Triton kernels are those of that commit.
+# The package as it would be installed.
 build/bench:
 	rm -rf build/bench
 	mkdir -p build/bench
 	cp -r kvcache_compress build/bench/
 	cp -r triton_kernels cpu_kernels configs eval build/bench/kvcache_compress/
-	[ -z "$(KERNELS)" ] || { rm -r build/bench/kvcache_compress/triton_kernels && \
-		git archive $(KERNELS) triton_kernels | tar -x -C build/bench/kvcache_compress; }
 
 venv: $(VENV)/.tests
 

@@ -2,13 +2,10 @@
 
 python benchmarks/pages/figures.py
 
-The list ends with the rows of results that were not measured at a commit of this history. `--check` only compares the
-pages with `figures.yaml`. Figures between markers come from result files by `readme.py`.
+`--check` only compares the pages with `figures.yaml`. Figures between markers come from result files by `readme.py`.
 """
 
-import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,28 +42,12 @@ def problems(figures: list[dict[str, str]]) -> list[str]:
     return found + [f"{page}: no such page" for page in known]
 
 
-def lost() -> list[str]:
-    """Rows of results whose commit is not in the history; outside a whole clone nobody knows."""
-    git = ["git", "-C", str(ROOT), "rev-list", "HEAD"]
-    history = subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    if history.count("\n") < 2:
-        return []
-    found = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-            row = json.loads(line)
-            if "commit" in row and f"\n{row['commit']}" not in f"\n{history}":
-                found.append(f"{path.name}, line {number}: commit {row['commit']} is not in the history")
-    return found
-
-
 def main() -> None:
     figures = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     if "--check" in sys.argv[1:]:
         sys.exit("\n".join(problems(figures)) or None)
     for figure in figures:
         print(f"{figure['page']}: {figure['says']}\n    {figure['command']}")
-    print(*lost(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Run the commands of `examples/README.md` and its notebook, and write what they print into both.
+"""Run the commands of `examples/README.md`, and write what they print into it.
 
 python benchmarks/pages/run_examples.py
-python benchmarks/pages/run_examples.py chat quickstart
+python benchmarks/pages/run_examples.py chat compare
 """
 
 import contextlib
@@ -14,15 +14,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import nbformat
 import typer
-from nbclient import NotebookClient
 
 from kvcache_compress.eval.provenance.results import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "examples" / "README.md"
-NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 _BLOCK = re.compile(r"```bash\npython (examples/.*?)\n```\n\n```text\n(.*?)```\n", flags=re.DOTALL)
 
 
@@ -44,18 +41,6 @@ def run(command: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 
 
-def run_notebook() -> nbformat.NotebookNode:
-    """The notebook with the outputs of a new run, without times of day, versions and warnings."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
-    for cell in notebook.cells:
-        cell.metadata.pop("execution", None)
-        if "outputs" in cell:
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-    notebook.metadata = {"language_info": {"name": "python"}}
-    return notebook
-
-
 def main(names: Annotated[list[str] | None, typer.Argument(help="Examples to run, by default all.")] = None) -> None:
     os.chdir(ROOT)
     printed = {}
@@ -69,8 +54,6 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Examples to run
         head = f"```bash\npython {command}\n```\n\n```text\n"
         page = page.replace(f"{head}{documented()[command]}```", f"{head}{text}```")
     write_atomically(PAGE, page)
-    if not names or NOTEBOOK.stem in names:
-        write_atomically(NOTEBOOK, nbformat.writes(run_notebook()) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write `docs/reference/support.md` from a run of every family and method; `--check` (in CI) only compares.
+"""Write the lists of `docs/reference/support.md` from a run of every family and method; `--check` (in CI) compares.
 
 python benchmarks/pages/support_table.py
 
@@ -9,7 +9,7 @@ Runs the families of `tests/support/models/family_sweep.py`, and the kinds of mo
 import sys
 
 import transformers
-from readme import ROOT, check_or_write
+from readme import ROOT, check_or_write, render
 
 PAGE = ROOT / "docs" / "reference" / "support.md"
 sys.path.append(str(ROOT / "tests"))
@@ -24,39 +24,6 @@ KINDS = {
     "fails": "fails with Transformers' own cache too",
     "not run": "not run",
 }
-
-INTRODUCTION = """# Models and operations
-
-How compressed caches work with every causal and image-text model family of Transformers.
-`benchmarks/pages/support_table.py` shrinks each family to a few small random layers and generates from a left-padded
-batch of text or, where the list says *(image)*, from an image and text.
-
-- *Packed*: without compression, logits equal those with Transformers' own cache bit for bit; with TurboQuant at 6 bits,
-  tokens are packed.
-- *With fused attention*: attention reads packed tokens; logits differ by less than 1e-5.
-- *Without fused attention*: each step decodes the packed tokens first, for the reason given.
-- *Refused*: `CompressedCache` raises a `ValueError` with the reason given.
-
-Names are the `model_type` of Transformers; a change to the family's default config may follow.
-Call MPT's `generate` with `use_cache=True`, and load BERT and similar models with `is_decoder=True`.
-"""
-METHODS_TEXT = """## Methods
-
-Find the row whose attention is like your model's. Every method runs on each kind with a left-padded batch: a prompt,
-single steps, several tokens at once and a chunk.
-
-- *Yes*: tokens are packed in full-attention layers, and logits with and without fused attention differ by less than
-  1e-4.
-- *No*: `CompressedCache` raises the error in the footnote.
-- *With a rule*: it works if a rule gives the named layers another method.
-- *Fused*: attention reads packed tokens without decoding them.
-"""
-OPERATIONS = """## Operations
-
-`tests/contract` runs every cache operation on a small Llama for every method, with and without fused attention where it
-matters: prompts, chunks, steps and left padding; reordering, repeating and selecting rows; crop and drafts; all modes
-of `generate`; gradients; reset, copies and moves between devices; saving and loading; and static capacity.
-"""
 
 
 def footnote(family: str, method: str) -> str:
@@ -84,7 +51,7 @@ def sweep_lists() -> str:
         for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
             heading = f"{title}: {reason}" if reason else title
             lines += [f"**{heading[0].upper()}{heading[1:]}** ({len(names)})", "", ", ".join(names) + ".", ""]
-    return "\n".join([f"## Families\n\nOf {len(CASES)} cases: {'; '.join(counts)}.", "", *lines])
+    return "\n".join([f"Of {len(CASES)} cases: {'; '.join(counts)}.", "", *lines]).rstrip()
 
 
 def method_table() -> str:
@@ -105,13 +72,10 @@ def method_table() -> str:
         works = [outcome(family, method) for method in METHODS if outcome(family, method).support != "no"]
         fused = "–" if not works else "yes" if all(one.fused for one in works) else "no"
         lines.append(f"| {family} | {' | '.join(cells)} | {fused} | {case.about} |")
-    return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1))])
-
-
-def render() -> str:
-    source = f"Written by `python benchmarks/pages/support_table.py` with Transformers {transformers.__version__}.\n"
-    return "\n".join([INTRODUCTION, sweep_lists(), METHODS_TEXT, method_table(), "", source, OPERATIONS])
+    source = f"Written by `python benchmarks/pages/support_table.py` with Transformers {transformers.__version__}."
+    return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1)), "", source])
 
 
 if __name__ == "__main__":
-    check_or_write({PAGE: render()})
+    texts = {"families": sweep_lists(), "methods": method_table()}
+    check_or_write({PAGE: render(PAGE.read_text("utf-8"), texts)})

@@ -1,6 +1,5 @@
 """Documentation: what its pages show runs, and what they name exists. `make docs` checks the site and its links."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -73,12 +72,6 @@ def test_python_runs(page: str, scope: dict[str, Any]) -> None:
     if page == "README.md":  # whose text is long, all the more with a token per character
         blocks = [code.replace("* 120", "* 9") for code in blocks]
     run_blocks(page, blocks, scope)
-
-
-def test_notebook_runs(scope: dict[str, Any]) -> None:
-    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    blocks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    run_blocks("quickstart", blocks, scope)
 
 
 def run_blocks(page: str, blocks: list[str], scope: dict[str, Any]) -> None:
