@@ -248,6 +248,7 @@ def compiled_kernels(name: str, target: str) -> list[Any]:
 
 def paged_kernels(layer: CompressedLayer, query: torch.Tensor, target: str) -> list[Any]:
     """Compiled kernels of a decode step over pages, with a layer's codecs."""
+    assert layer.storage is not None
     codecs, windows = {side: state.codec for side, state in layer.sides.items()}, layer.storage.windows
     page, heads, blocks = math.lcm(64, windows.group), layer.sides["keys"].sinks.shape[1], list(range(4))
 
