@@ -7,6 +7,7 @@ Kernels whose source has not changed come from Triton's cache (`TRITON_CACHE_DIR
 """
 
 import copy
+import math
 import multiprocessing
 import os
 import re
@@ -31,9 +32,11 @@ from kvcache_compress import CompressedCache
 from kvcache_compress.attention.interface import attention_forward, fused_name
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import VARIANTS, Shape, single_layer, use_backend
+from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import preset_names
 from kvcache_compress.storage.adaptive.eras import Era
+from kvcache_compress.storage.paged import PagedStorage, Request, Step
 from kvcache_compress.triton_kernels.common import plan
 
 TARGETS = {
@@ -56,7 +59,7 @@ class Case(NamedTuple):
         head_dim, dtype: of keys and values; there are 2 key/value heads, and 4 query heads for each.
         queries: tokens of a step.
         everything: also compile the kernels that encode prompts and add tokens, not attention's alone.
-        static: also compile the steps of a static cache.
+        static: also compile the steps of a static cache, and attention over pages.
         eras: two eras of keys.
     """
 
@@ -143,8 +146,8 @@ KNOWN_STACK = {
     "polarquant-3.4bit: encode_kernel": 8,
     "turboquant-3.5bit: attend_kernel": 8,
     "turboquant-k3v2: attend_kernel": 8,
-    "turboquant-2bit: write_slots_kernel": 16,
-    "qjl-3bit: write_slots_kernel": 8,
+    "turboquant-2bit: step_kernel": 16,
+    "qjl-3bit: step_kernel": 8,
     "commvq-paper: attend_kernel": 24,
     "commvq-2bit: attend_kernel": 72,
 }
@@ -238,7 +241,34 @@ def compiled_kernels(name: str, target: str) -> list[Any]:
                 tokens = random(2, 4 * layer.flush_tokens)
                 BACKENDS["triton"].encoded(state.codec, tokens, state.rope(0, tokens.shape[2]))
         found += compiled
+        if case.static and capacity is None:
+            found += paged_kernels(layer, random(8, 1), target)
     return found
+
+
+def paged_kernels(layer: CompressedLayer, query: torch.Tensor, target: str) -> list[Any]:
+    """Compiled kernels of a decode step over pages, with a layer's codecs."""
+    assert layer.storage is not None
+    codecs, windows = {side: state.codec for side, state in layer.sides.items()}, layer.storage.windows
+    page, heads, blocks = math.lcm(64, windows.group), layer.sides["keys"].sinks.shape[1], list(range(4))
+
+    def zeros(*shape: int, dtype: torch.dtype = query.dtype) -> torch.Tensor:
+        return torch.zeros(len(blocks), heads, *shape, dtype=dtype)
+
+    pools = {
+        side: tuple(zeros(page // x.tokens, *x.shape, dtype=x.dtype) for x in codec.fields)
+        for side, codec in codecs.items()
+    }
+    dim, ring = query.shape[3], windows.recent + windows.flush
+    sinks, tails = ({side: zeros(count, dim) for side in codecs} for count in (windows.sinks, ring))
+    storage = PagedStorage(codecs, pools, sinks, tails, windows, page, BACKENDS["triton"], layer.track)
+    request = Request(0, blocks, windows.sinks + 2 * page + windows.recent, 2 * page)
+    step = Step([(request, 1)], windows, page, query.device)
+    fresh = query[:, :heads]
+    with compiling(target, (*ATTENTION, "step_kernel")) as compiled:
+        storage.append(step, fresh, fresh)
+        storage.attend(step, AttentionCall.of(query, scaling=0.1))
+    return compiled
 
 
 def figures_of(compiled: Any, target: str) -> Figures:

@@ -14,8 +14,9 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
 from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.storage.packed_store import TailBuffer
+from kvcache_compress.storage.paged import PagedStorage, Step
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
-from kvcache_compress.storage.step_buffers import StepBuffers
+from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 
 from .torch import TorchBackend
@@ -26,16 +27,16 @@ class TritonBackend(TorchBackend):
 
     name = "triton"
     takes_token_masks = True
-    # Not `attends_to_pages` yet: compiled for a GPU, some decoders over pages crash Triton's pipeliner.
+    attends_to_pages = True
 
     @cached_property
     def _kernels(self) -> SimpleNamespace:
         """The kernels' launchers, imported once so that steps pay nothing for the import."""
         from kvcache_compress.triton_kernels.attention import launch as attention
         from kvcache_compress.triton_kernels.encode import launch as encoding
-        from kvcache_compress.triton_kernels.update import append, write_slots
+        from kvcache_compress.triton_kernels.update import append, step
 
-        return SimpleNamespace(attention=attention, encoding=encoding, append=append, slots=write_slots)
+        return SimpleNamespace(attention=attention, encoding=encoding, append=append, step=step)
 
     def problem(self) -> str | None:
         if find_spec("triton") is None:
@@ -108,21 +109,20 @@ class TritonBackend(TorchBackend):
                 state.codec.kernel_side.ready(state.sinks.dtype, side)
                 state.codec.kernel_encoder  # noqa: B018 - cached
 
-    def encodes_in_steps(self, codec: Codec) -> bool:
-        return codec.kernel_encoder is not None
+    def step(self, storage: StaticStorage, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+        """Run a static step in one kernel; PyTorch packs the sides whose codec has no kernel encoder."""
+        with on_device(storage.counts):
+            storage.pack(*(side for side, codec in storage.codecs.items() if codec.kernel_encoder is None))
+            self._kernels.step.step_static(storage, fresh, counter)
 
-    def step(
-        self,
-        buffers: StepBuffers,
-        sides: Mapping[Side, SideState],
-        fresh: Mapping[Side, torch.Tensor],
-        counter: torch.Tensor | None,
-    ) -> None:
-        """Run a static step in one kernel; PyTorch encodes the sides whose codec has no kernel encoder."""
-        with on_device(buffers.counts):
-            self._kernels.slots.write_slots(buffers, sides, fresh, counter)
-            left = {side: state for side, state in sides.items() if state.codec.kernel_encoder is None}
-            buffers.encode(left, fresh["keys"].shape[2])
+    def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
+        """Store the tokens of the decode steps in one kernel, likewise."""
+        with on_device(step.faults):
+            for side, codec in storage.codecs.items():
+                if codec.kernel_encoder is None:
+                    storage.pack(step, side)
+            own = {side: step.of_decodes(x) for side, x in fresh.items()}
+            self._kernels.step.step_pages(storage, own, step.rows_before, step.faults)
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may lack their statistics

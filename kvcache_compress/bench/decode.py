@@ -141,9 +141,8 @@ def random_view(
     if not fixed:
         return replace(keys, backend=backend), replace(values, backend=backend), query
     count = tokens + sum(windows)
-    length, packed = (torch.tensor(number, device=device) for number in (count, tokens))
     rows = slot_rows(batch, windows[0], count, tokens, device)
-    slots = Slots(windows[0], tokens, windows[1], count, length, packed, rows)
+    slots = Slots(windows[0], tokens, windows[1], count, rows)
     keys, values = (replace(side, slots=slots, backend=backend, capacity=count) for side in (keys, values))
     return keys, values, query
 

@@ -119,10 +119,17 @@ class CompressedLayer(CacheLayerMixin):
         return torch.inference_mode(False) if leaves else nullcontext()
 
     def _take_over(self, storage: DynamicStorage) -> None:
-        """Use this storage, or a `StaticStorage` made from it if steps have static shapes."""
-        old = self.storage.buffers if isinstance(self.storage, StaticStorage) else None
-        static = storage.windows.capacity is not None and (old or self.backend.has_static_steps(self.device))
-        self.storage = StaticStorage(storage, old) if static and StaticStorage.is_loadable(storage) else storage
+        """Use this storage, or a `StaticStorage` with its tokens if steps have static shapes."""
+        old = self.storage
+        static = isinstance(old, StaticStorage) or (
+            storage.windows.capacity is not None and self.backend.has_static_steps(self.device)
+        )
+        if not static or not StaticStorage.is_loadable(storage):
+            self.storage = storage
+        elif isinstance(old, StaticStorage) and old.fits(storage):
+            old.load(storage)
+        else:
+            self.storage = StaticStorage(storage)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and give it a number of its own for compiled code."""

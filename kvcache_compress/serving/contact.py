@@ -220,14 +220,13 @@ class _Cache(cb_cache.PagedAttentionCache):
 
     def rejected(self) -> dict[str, Exception]:
         """Requests of the last step whose tokens cannot be packed, with the reason."""
-        if self.step is None or not bool(self.step.bad.any()):
+        if self.step is None:
             return {}
         batch = self.processor.inputs_and_outputs.requests_in_batch
-        bad = (self.step.bad[part.first : part.first + part.count].any() for part in self.step.parts)
         return {
             one.state.request_id: not_packable_error("keys or values", None)
-            for one, is_bad in zip(batch, bad, strict=True)
-            if is_bad
+            for one, refused in zip(batch, self.step.refused(), strict=True)
+            if refused
         }
 
 

@@ -3,9 +3,11 @@
 The operations here use plain PyTorch; a back end overrides those that it does faster.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -17,8 +19,11 @@ from kvcache_compress.modeling.rope import Rope
 from .checks import PackableChecks
 from .packed_store import TailBuffer
 from .side import MAX_DECODE_TOKENS, SideState
-from .step_buffers import StepBuffers
 from .view import AttentionPath, View
+
+if TYPE_CHECKING:
+    from .paged import PagedStorage, Step
+    from .static import StaticStorage
 
 ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
@@ -89,20 +94,14 @@ class Backend(AttentionPath):
             with on_device(state.sinks):
                 state.codec.ready()
 
-    def encodes_in_steps(self, codec: Codec) -> bool:
-        """True if `step` encodes whole flushes when they become packed, False if it encodes groups before that."""
-        return False
+    def step(self, storage: StaticStorage, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+        """Run one step of a static layer, as `StaticStorage.step` does."""
+        with on_device(storage.counts):
+            storage.step(fresh, counter)
 
-    def step(
-        self,
-        buffers: StepBuffers,
-        sides: Mapping[Side, SideState],
-        fresh: Mapping[Side, torch.Tensor],
-        counter: torch.Tensor | None,
-    ) -> None:
-        """Run one step of a static layer, as `StepBuffers.step` does."""
-        with on_device(buffers.counts):
-            buffers.step(sides, fresh, counter)
+    def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
+        """Store the tokens of a step's decode steps, as `PagedStorage.step` does."""
+        storage.step(step, fresh)
 
     attends_to_pages = False
     """True if it has `attend_to_pages`."""

@@ -57,7 +57,7 @@ class DynamicStorage:
         """Also keeps queries for the choice of bits."""
         if self.windows.capacity is not None:
             for state in self.sides.values():
-                state.store.make_static(self.windows.packed_capacity + self.windows.group)
+                state.store.make_static(self.windows.packed_capacity)
             if self.track is not None:
                 self.track.make_static(self.windows.packed_capacity, self.sides["keys"].sinks)
 

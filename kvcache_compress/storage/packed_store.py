@@ -49,11 +49,12 @@ class PackedStore:
             buffer.zero_()
         self.is_static = True
 
-    def write(self, at: torch.Tensor, encoded: Fields, group: int) -> None:
-        """Write encoded groups of `group` tokens at group indices `at` `[n]`, without counting their tokens."""
+    def write(self, groups: torch.Tensor, encoded: Fields, where: torch.Tensor) -> None:
+        """Write encoded groups with indices `groups` `[n]` if `where` `[]` is true, without counting their tokens."""
         for field, buffer, new in zip(self.fields, self.buffers, encoded, strict=True):
-            rows = group // field.tokens
-            buffer.index_copy_(2, (at[:, None] * rows + torch.arange(rows, device=at.device)).flatten(), new)
+            each = self.group // field.tokens
+            rows = (groups[:, None] * each + torch.arange(each, device=groups.device)).flatten()
+            buffer.index_copy_(2, rows, torch.where(where, new, buffer.index_select(2, rows)))
 
     def ensure_capacity(self, tokens: int, growing: bool) -> None:
         """Make room for `tokens` more, a multiple of `group`; `growing` adds spare capacity."""

@@ -66,7 +66,8 @@ class Step:
     """A batch of parts, and the indices that all layers share.
 
     Attributes:
-        bad: True for new tokens that cannot be packed, `[n]`; layers add what they find.
+        bad, faults: True for tokens that cannot be packed, `[n]`; not 0 for decode steps with one, int64. Layers add
+            what they find.
     """
 
     def __init__(self, parts: Iterable[tuple[Request, int]], windows: Windows, page: int, device: torch.device) -> None:
@@ -77,6 +78,7 @@ class Step:
         self.decodes = [part for part in self.parts if part.decodes]
         self.flushing = [part for part in self.decodes if part.leaving]
         self.bad = torch.zeros(self.tokens, dtype=torch.bool, device=device)
+        self.faults = torch.zeros(len(self.decodes), dtype=torch.int64, device=device)
         self._masks: dict[int, torch.Tensor] = {}
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -101,6 +103,11 @@ class Step:
     def new_tail(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._appended(sinks=False)
 
+    def of_decodes(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of `[H, n, D]` that belong to decode steps, `[decode steps, H, 1, D]`."""
+        own = x if len(self.decodes) == self.tokens else x[:, self.queries]
+        return own.transpose(0, 1)[:, :, None]
+
     @cached_property
     def queries(self) -> torch.Tensor:
         """Indices of the decode tokens in the step."""
@@ -120,18 +127,34 @@ class Step:
     @cached_property
     def rows(self) -> torch.Tensor:
         """Of each decode step: slot, sinks, packed and tail tokens, and the blocks of its pages, padded with zeros."""
-        width = max(len(part.request.blocks) for part in self.decodes)
-        return self._tensor([
-            [part.request.slot, part.sinks + part.new_sinks, part.packed + part.leaving,
-             part.tail - part.leaving + 1 - part.new_sinks,
-             *part.request.blocks, *[0] * (width - len(part.request.blocks))]
+        return self._rows([
+            (part.sinks + part.new_sinks, part.packed + part.leaving, part.tail - part.leaving + 1 - part.new_sinks)
             for part in self.decodes
+        ])  # fmt: skip
+
+    @cached_property
+    def rows_before(self) -> torch.Tensor:
+        """The same with the numbers of tokens before the step."""
+        return self._rows([(part.sinks, part.packed, part.tail) for part in self.decodes])
+
+    def _rows(self, counts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        tables = [part.request.blocks for part in self.decodes]
+        width = max(map(len, tables))
+        return self._tensor([
+            [part.request.slot, *numbers, *blocks, *[0] * (width - len(blocks))]
+            for part, numbers, blocks in zip(self.decodes, counts, tables, strict=True)
         ])  # fmt: skip
 
     @property
     def longest(self) -> int:
         """Most packed tokens of a decode step, at least a flush of them."""
         return max(self.windows.flush, *(part.packed + part.leaving for part in self.decodes))
+
+    def refused(self) -> list[bool]:
+        """For each part, whether a token of it cannot be packed; waits for the device."""
+        self.bad[self.queries] |= self.faults > 0
+        bad = self.bad.tolist()
+        return [any(bad[part.first : part.first + part.count]) for part in self.parts]
 
     def causal_mask(self, index: int, tokens: int) -> torch.Tensor:
         """Mask of a part's queries, the last of `tokens` tokens, `[1, 1, n, tokens]`; the same for all layers."""
@@ -190,6 +213,12 @@ class PagedStorage:
         self.fused = self.fused and self.backend.attends_to_pages
         self.views = {side: self._pool(side) for side in self.codecs}
 
+    @property
+    def rope_rows(self) -> torch.Tensor | None:
+        """cos and sin of each packed group's first token, `[·, groups, 2 * rotary]`, the same in every sequence."""
+        track = self.views["keys"].track
+        return None if track is None else track.buffer
+
     def _track(self, side: Side) -> RopeTrack | None:
         codec = self.codecs[side]
         return self.track if codec.rope_use(codec.options, side) == "factors" else None
@@ -210,31 +239,31 @@ class PagedStorage:
     def append(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> dict[int, tuple[View, View]]:
         """Store a step's tokens `[1, H, n, D]`; return what parts attend to that do not attend to pages, by part.
 
-        Tokens that cannot be packed are marked in `step.bad` and stored as zeros.
+        Tokens that cannot be packed are marked in the step and stored as zeros.
         """
-        fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        for side, x in fresh.items():
-            bad = ~(torch.linalg.vector_norm(x[0], dim=-1, dtype=torch.float32) <= LONGEST).all(0)
-            step.bad |= bad
-            fresh[side] = x[0].masked_fill(bad[:, None], 0)
+        fresh: dict[Side, torch.Tensor] = {"keys": keys[0], "values": values[0]}
+        if len(step.decodes) < len(step.parts):
+            fresh = self._packable(step, fresh)
         found = {}
         for index, part in enumerate(step.parts):
             if not part.decodes:
                 keys_view, values_view = (self._add_prompt(step, part, side, x) for side, x in fresh.items())
                 found[index] = keys_view, values_view
         if step.decodes:
-            for side, x in fresh.items():
-                self._flush(step, side)
-                x = x.transpose(0, 1).to(self.tails[side].dtype)
-                for buffer, (at, slot, place) in (
-                    (self.sinks[side], step.new_sinks), (self.tails[side], step.new_tail)
-                ):  # fmt: skip
-                    if len(at):
-                        buffer[slot, :, place] = x[at]
+            self.backend.step_pages(self, step, fresh)
         if not self.fused:
             for index, part in enumerate(step.parts):
                 if part.decodes:
                     found[index] = self._decode_view(step, part, "keys"), self._decode_view(step, part, "values")
+        return found
+
+    def _packable(self, step: Step, fresh: Mapping[Side, torch.Tensor]) -> dict[Side, torch.Tensor]:
+        """Mark tokens of `[H, n, D]` that cannot be packed, and set them to zero."""
+        found = {}
+        for side, x in fresh.items():
+            bad = ~(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) <= LONGEST).all(0)
+            step.bad |= bad
+            found[side] = x.masked_fill(bad[:, None], 0)
         return found
 
     def _add_prompt(self, step: Step, part: Part, side: Side, x: torch.Tensor) -> View:
@@ -250,7 +279,18 @@ class PagedStorage:
         tails[slot, :, step.ring(part, part.leaving)] = tail[0, :, part.leaving :]
         return before
 
-    def _flush(self, step: Step, side: Side) -> None:
+    def step(self, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
+        """Store the tokens of the decode steps, of a step's `[H, n, D]`."""
+        for side, x in self._packable(step, fresh).items():
+            self.pack(step, side)
+            x = x.transpose(0, 1).to(self.tails[side].dtype)
+            for buffer, (at, slot, place) in (
+                (self.sinks[side], step.new_sinks), (self.tails[side], step.new_tail)
+            ):  # fmt: skip
+                if len(at):
+                    buffer[slot, :, place] = x[at]
+
+    def pack(self, step: Step, side: Side) -> None:
         """Pack the oldest tail tokens of the decode steps that have enough."""
         if step.flushing:
             slots, places = step.flushed

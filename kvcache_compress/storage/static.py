@@ -1,60 +1,56 @@
 """Storage of a static layer: decode steps with static shapes that never wait for the device (CUDA graphs).
 
-Codes are those of a growing layer, at the same steps, but the counts are tensors and the tail is circular. Without a
-kernel encoder each step encodes as many tokens as it adds, which still become packed `Windows.flush` at a time.
+Codes are those of a growing layer, at the same steps, but the counts are tensors and the tail is circular.
 """
 
 import copy
+from collections.abc import Mapping
 
 import torch
 
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.base import Codec, Fields, Side
 
-from .checks import full_error, not_packable_error
+from .checks import LONGEST, full_error, longest, not_packable_error
 from .dynamic import DynamicStorage
-from .shared.slots import Slots
+from .shared.slots import Slots, slot_rows
 from .side import MAX_DECODE_TOKENS, SideState
-from .step_buffers import FULL, StepBuffers
 from .view import View
+
+NOT_FINITE, FULL = 1, 2
 
 
 class StaticStorage:
-    """`sinks | packed | tail` of keys and values, with counters on the device.
+    """`sinks | packed | tail` of keys and values in buffers of fixed size, with counters on the device.
 
-    All operations except steps read the tokens into a `DynamicStorage`, change them there and load them into a new
-    `StaticStorage`. Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier
-    steps, which cannot raise on a GPU themselves.
+    All operations except steps read the tokens into a `DynamicStorage` and change them there; `load` takes them back.
+    Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier steps, which cannot
+    raise on a GPU themselves.
 
-    It takes over a `dynamic` storage that `is_loadable`, and reuses the previous one's `buffers` if they fit.
+    Attributes:
+        sinks: `[B, H, sinks, D]` per side.
+        tails: `[B, H, tail_capacity, D]` per side.
+        counts: `Slots.rows` for each program of a step's kernel, int64 `[B, 2 H, 4]`: none is overwritten while another
+            may still read it.
+        faults: int64 `[B]`, `NOT_FINITE` or `FULL` after an error, else 0.
     """
 
-    def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
-        assert self.is_loadable(dynamic)
+    page = 0
+
+    def __init__(self, dynamic: DynamicStorage) -> None:
         self.windows, self.backend = dynamic.windows, dynamic.backend
-        empty, packed = dynamic.empty, dynamic.packed_tokens
-        # Tokens between the recent window and the packed ones are encoded now, except by kernel encoders, which encode
-        # them in the step that packs them.
-        for state in dynamic.sides.values():
-            group = state.codec.group
-            early = max(0, state.tail.tokens - self.windows.recent) // group * group
-            if early and not self.backend.encodes_in_steps(state.codec):
-                self.backend.pack(state, state.tail.view(), early, growing=False)
-                state.store.truncate(packed)
-        if buffers is None or not buffers.fits(dynamic.sides):
-            with torch.inference_mode(False):
-                buffers = StepBuffers(dynamic.sides, self.windows)
-        for side, state in dynamic.sides.items():
-            buffers.load(side, state, packed)
-        self.buffers, self._carrier = buffers, dynamic
-        """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale; `buffers` has the current
-        ones."""
-        if all(state.prepared for state in dynamic.sides.values()):
-            self.backend.ready(dynamic.sides)
-        self.empty = empty
-        """True if there are no tokens; the host knows this without waiting."""
-        self._rows = rows = dynamic.sides["keys"].padding.rows
-        self._lacking = 0 if rows is None else rows.longest + self.windows.sinks - dynamic.tokens
-        """Tokens still to come until every left-padded row has its sinks; zero or less if all have them."""
+        assert self.windows.capacity is not None
+        self.capacity = self.windows.capacity
+        self.sinks: dict[Side, torch.Tensor] = {}
+        self.tails: dict[Side, torch.Tensor] = {}
+        with torch.inference_mode(False):
+            for side, state in dynamic.sides.items():
+                batch, heads, _, dim = state.sinks.shape
+                self.sinks[side] = state.sinks.new_zeros(batch, heads, self.windows.sinks, dim)
+                self.tails[side] = state.sinks.new_zeros(batch, heads, self.windows.tail_capacity, dim)
+            device = self.sinks["keys"].device
+            self.counts = torch.zeros(batch, 2 * heads, 4, dtype=torch.int64, device=device)
+            self.faults = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.load(dynamic)
 
     @staticmethod
     def is_loadable(dynamic: DynamicStorage) -> bool:
@@ -66,6 +62,53 @@ class StaticStorage:
             and all(state.prepared or not state.codec.least_tokens() for state in dynamic.sides.values())
         )
 
+    def fits(self, dynamic: DynamicStorage) -> bool:
+        """True if these tokens have the buffers' batch, device and dtypes, so that `load` can take them."""
+        pairs = ((x, dynamic.sides[side].sinks) for side, x in self.tails.items())
+        return all((x.shape[0], x.device, x.dtype) == (y.shape[0], y.device, y.dtype) for x, y in pairs)
+
+    def load(self, dynamic: DynamicStorage) -> None:
+        """Take over the tokens of a storage that `is_loadable` and `fits`."""
+        assert self.is_loadable(dynamic)
+        self.empty = dynamic.empty
+        """True if there are no tokens; the host knows this without waiting."""
+        self._rows = rows = dynamic.sides["keys"].padding.rows
+        self._lacking = 0 if rows is None else rows.longest + self.windows.sinks - dynamic.tokens
+        """Tokens still to come until every left-padded row has its sinks; zero or less if all have them."""
+        length, packed = dynamic.tokens, dynamic.packed_tokens
+        for side, state in dynamic.sides.items():
+            sinks, tail = state.sinks.shape[2], state.tail.tokens
+            self.sinks[side][:, :, :sinks] = state.sinks
+            self.tails[side].index_copy_(2, self._slots(packed, packed + tail), state.tail.view())
+            state.sinks = self.sinks[side][:, :, :sinks]
+            state.tail.clear()
+        self.counts.copy_(slot_rows(len(self.counts), self.windows.sinks, length, packed)[:, None])
+        self._carrier = dynamic
+        """Holds codecs and packed stores. Its dense tokens and counts are stale."""
+        if all(state.prepared for state in dynamic.sides.values()):
+            self.backend.ready(dynamic.sides)
+
+    def _slots(self, start: int, stop: int) -> torch.Tensor:
+        """Tail slots of tokens `[start, stop)`, counted from the end of the sinks."""
+        return (torch.arange(start, stop) % self.windows.tail_capacity).to(self.counts.device)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.counts[:, 0]
+
+    @property
+    def codecs(self) -> dict[Side, Codec]:
+        return {side: state.codec for side, state in self._carrier.sides.items()}
+
+    @property
+    def pools(self) -> dict[Side, Fields]:
+        """Packed fields per side, `[B, H, capacity / field.tokens, *field.shape]`."""
+        return {side: state.store.buffers for side, state in self._carrier.sides.items()}
+
+    @property
+    def rope_rows(self) -> torch.Tensor | None:
+        return self._carrier.sides["keys"].rope_rows
+
     @property
     def sides(self) -> dict[Side, SideState]:
         """Copies of the two sides with their current tokens; they share the packed buffers."""
@@ -76,30 +119,27 @@ class StaticStorage:
         """Tokens per sequence."""
         checks = self._carrier.checks
         checks.raise_for_known()
-        if fault := int(self.buffers.fault.amax()):
-            full = full_error(checks.layer, self.buffers.capacity)
+        if fault := int(self.faults.amax()):
+            full = full_error(checks.layer, self.capacity)
             raise full if fault == FULL else not_packable_error("keys or values", checks.layer)
-        return int(self.buffers.length)
+        return int(self.rows[0, 1:].sum())
 
     @property
     def packed_tokens(self) -> int:
-        return int(self.buffers.packed)
+        return int(self.rows[0, 2])
 
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        return (*self.buffers.sinks.values(), *self.buffers.tail.values())
+        return (*self.sinks.values(), *self.tails.values())
 
     def views(self) -> tuple[View, View]:
         """Views of all slots, whether they hold a token or not."""
-        windows, buffers = self.windows, self.buffers
-        slots = Slots(
-            windows.sinks, windows.packed_capacity, windows.tail_capacity, buffers.capacity, buffers.length,
-            buffers.packed, buffers.rows,
-        )  # fmt: skip
+        packed, ring = self.windows.packed_capacity, self.windows.tail_capacity
+        slots = Slots(self.windows.sinks, packed, ring, self.capacity, self.rows)
         keys, values = (
             View(
-                buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
-                state.eras, state.track, slots, state.padding.rows, self.backend, windows.capacity,
+                self.sinks[side], state.store, packed, self.tails[side], ring, state.eras, state.track, slots,
+                state.padding.rows, self.backend, self.capacity,
             )
             for side, state in self._carrier.sides.items()
         )  # fmt: skip
@@ -108,22 +148,70 @@ class StaticStorage:
     @property
     def dense_like(self) -> dict[Side, torch.Tensor]:
         """One dense tensor per side, for its shape, dtype and device."""
-        return self.buffers.sinks
+        return self.sinks
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[View, View]:
         """Append a step's tokens, as `DynamicStorage.append` does, and return views of all slots."""
         carrier = self._carrier
-        if carrier.track is not None:
-            positions = torch.arange(keys.shape[2], device=keys.device) + self.buffers.length
-            carrier.track.write(positions, keys, already_written=not carrier.leads_track)
         fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        if self._rows is not None and self._lacking > 0:
+        lacks_sinks = self._rows is not None and self._lacking > 0
+        if carrier.track is not None or lacks_sinks:
+            length = self.rows[0, 1:].sum()
+        if carrier.track is not None:
+            positions = torch.arange(keys.shape[2], device=keys.device) + length
+            carrier.track.write(positions, keys, already_written=not carrier.leads_track)
+        if self._rows is not None and lacks_sinks:
             self._lacking -= keys.shape[2]
-            self.buffers.exchange_new_sinks(self._rows, fresh)
-        self.backend.step(self.buffers, carrier.sides, fresh, counter)
+            for side, x in fresh.items():  # padding held as sinks makes room for the new tokens that belong there
+                sinks, fresh[side] = self._rows.exchange_new(self.sinks[side], x, length, self.windows.sinks)
+                self.sinks[side].copy_(sinks)
+        self.backend.step(self, fresh, counter)
         return self.views()
+
+    def step(self, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+        """Pack what leaves the recent window, then write n tokens `[B, H, n, D]`, with PyTorch's operators.
+
+        All shapes depend only on n, and nothing is read back. `counter`, int64 `[]`, receives the number of tokens.
+        """
+        windows, count = self.windows, fresh["keys"].shape[2]
+        good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
+        is_full = self.rows[0, 1:].sum() + count > self.capacity
+        self.faults.copy_(torch.maximum(self.faults, torch.where(is_full, FULL, torch.where(good, 0, NOT_FINITE))))
+        self.pack(*fresh)
+        _, sinks, packed, tail = self.rows[0].clone()
+        age = torch.arange(windows.sinks, device=sinks.device) - sinks
+        new = ((age >= 0) & (age < count))[:, None]
+        # New sinks are written here too, to slots that are free as long as sinks are missing.
+        tail_slots = torch.arange(count, device=sinks.device) + sinks - windows.sinks + packed + tail
+        for side, x in fresh.items():
+            held = self.sinks[side]
+            held.copy_(torch.where(new, x.index_select(2, age.clamp(0, count - 1)), held))
+            self.tails[side].index_copy_(2, tail_slots % windows.tail_capacity, x)
+        new_sinks, leaving = (windows.sinks - sinks).clamp(max=count), windows.flush * self._is_flushing()
+        self.counts[..., 1:] += torch.stack([new_sinks, leaving, count - new_sinks - leaving])
+        if counter is not None:
+            counter.copy_(self.rows[0, 1:].sum())
+
+    def _is_flushing(self) -> torch.Tensor:
+        """True if `Windows.flush` tokens leave the recent window in the next step, never more; bool `[]`."""
+        return self.rows[0, 3] >= self.windows.recent + self.windows.flush
+
+    def pack(self, *sides: Side) -> None:
+        """Encode the oldest tokens of the tails by PyTorch's operators, and keep the codes if they leave the window."""
+        windows, device = self.windows, self.counts.device
+        last = windows.packed_capacity - windows.flush
+        if last < 0:
+            return
+        first = self.rows[0, 2].clamp(max=last)
+        slots = (first + torch.arange(windows.flush, device=device)) % windows.tail_capacity
+        for side in sides:
+            state = self._carrier.sides[side]
+            groups = first // state.codec.group + torch.arange(windows.flush // state.codec.group, device=device)
+            rope = None if state.track is None else state.track.gather(groups)
+            encoded = state.codec.encode(self.tails[side].index_select(2, slots), rope)
+            state.store.write(groups, encoded, self._is_flushing())
 
     def is_step(self, count: int) -> bool:
         """Return True if `count` new tokens can be a step of static shapes.
@@ -135,18 +223,17 @@ class StaticStorage:
 
     def as_dynamic(self) -> DynamicStorage:
         """Return the tokens as a `DynamicStorage`; changing it leaves this storage as it is."""
-        buffers = self.buffers
         length, packed = self.tokens, self.packed_tokens
         sinks = min(length, self.windows.sinks)
-        slots = buffers.slots(packed, length - sinks)
+        slots = self._slots(packed, length - sinks)
         dynamic = copy.copy(self._carrier)
         dynamic.sides = {}
         for side, state in self._carrier.sides.items():
             dynamic.sides[side] = twin = copy.copy(state)
-            twin.sinks = buffers.sinks[side][:, :, :sinks]
+            twin.sinks = self.sinks[side][:, :, :sinks]
             twin.store, twin.tail = copy.copy(state.store), copy.copy(state.tail)
             twin.store.truncate(packed)
-            twin.tail.replace(buffers.tail[side].index_select(2, slots))
+            twin.tail.replace(self.tails[side].index_select(2, slots))
         if dynamic.track is not None and dynamic.leads_track:
             dynamic.track.tokens = length  # steps do not update it
         return dynamic

@@ -254,8 +254,7 @@ class View:
             self.tail_buffer = self.tail_buffer.clone(memory_format=torch.contiguous_format)
             self.track = copy.copy(self.track)
             if self.slots is not None:
-                counts = {name: getattr(self.slots, name).clone() for name in ("length", "packed", "rows")}
-                self.slots = replace(self.slots, **counts)
+                self.slots = replace(self.slots, rows=self.slots.rows.clone())
         whole = kept is not None and self.packed > 0 and self.sinks.shape[2] + self.packed > kept
         if whole:  # the layer overwrites packed tokens only after a crop, so copy them only then
             self.store = copy.copy(self.store)

@@ -134,8 +134,7 @@ def test_which_calls_take_tiles(path: str, changes: dict[str, Any]) -> None:
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case)
     if "static" in changes:
-        counts = torch.tensor(56), torch.tensor(40), slot_rows(2, 16, 56, 40)
-        keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, *counts))
+        keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, slot_rows(2, 16, 56, 40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
     keys = replace(keys, backend=BACKENDS[changes.get("backend", "torch")])
     found = keys.path(AttentionCall.of(query, scaling=1.0, softcap=case.softcap), values)

@@ -21,7 +21,7 @@ from kvcache_compress.bench.layers import Shape
 from kvcache_compress.config import preset_names
 from kvcache_compress.triton_kernels.encode import launch as encoding
 from kvcache_compress.triton_kernels.update import append as appending
-from kvcache_compress.triton_kernels.update import write_slots as slots
+from kvcache_compress.triton_kernels.update import step as stepping
 
 TINY = Shape(2, 1, 32)
 BARE = """
@@ -84,8 +84,8 @@ def spoil_appended(_: Any, *args: Any) -> None:
     k_tail[:, :, at - 1] += 3
 
 
-def flip_written(_: Any, buffers: Any, sides: Any, *args: Any) -> None:
-    sides["values"].store.buffers[0][:, :, max(0, int(buffers.packed) - 1) :] ^= 0x5555
+def flip_written(_: Any, storage: Any, *args: Any) -> None:
+    storage.pools["values"][0][:, :, max(0, storage.packed_tokens - 1) :] ^= 0x5555
 
 
 WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {
@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {
     "attention": (False, TritonBackend, "attend", lambda out, *_: out * 1.01, "step 1: attention differs by"),
     "appended token": (False, appending, "append", spoil_appended, "step 1: attention differs by"),
     "flushed codes": (False, encoding, "flush", flip_flushed, "growing cache, step 5: "),
-    "codes of a static step": (True, slots, "write_slots", flip_written, "static cache, step 1: "),
+    "codes of a static step": (True, stepping, "step_static", flip_written, "static cache, step 1: "),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvcache_compress.triton_kernels.common.codes import PackedTile
+from kvcache_compress.triton_kernels.common.codes import PackedTile, in_block
 from kvcache_compress.triton_kernels.common.eras import era_part
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -251,15 +251,6 @@ def _packed_tile(
     return b_m, b_l, ACCUMULATE(b_p, values, b_acc, V_META, DTYPE, FAST)
 
 
-@triton.jit
-def _in_block(fields, i_block, STRIDES: tl.constexpr):
-    """Pointers to a block of each field; without strides, the fields themselves."""
-    found = ()
-    for i in tl.static_range(len(STRIDES)):
-        found = found + (fields[i] + i_block * STRIDES[i],)
-    return found if len(STRIDES) > 0 else fields
-
-
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
 # the sides' tuples because `do_not_specialize` cannot name members of tuples.
 _GROWING = (
@@ -288,7 +279,7 @@ def attend_kernel(
 
     With `BOUNDED`, numbers of tokens are in memory: before each sequence's number of packed tokens, `p_packed` has its
     row of the dense tokens and its sinks, after it its tail tokens, which lie in a circle of `ring` slots. With `PAGE`
-    tokens in a page, the pages' blocks follow. A tile lies in one page, whose block is loaded a tile ahead.
+    tokens in a page, the pages' blocks follow. A tile lies in one page.
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
@@ -342,7 +333,6 @@ def attend_kernel(
             stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
             first = i_s * split_tokens
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
-        i_next = tl.load(p_packed + 2 + first // PAGE, mask=first < stop, other=0) if PAGE else i_bh
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if not TURNED:
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
@@ -355,19 +345,19 @@ def attend_kernel(
                 b_group = b_q
             o_t = tl.arange(0, BLOCK)
             m_t = tl.full([BLOCK], True, tl.int1) if EVEN else start + o_t < stop
-            i_block, k_rows, v_rows = i_next, k_capacity, v_capacity
+            i_block, k_rows, v_rows = i_bh, k_capacity, v_capacity
             o_k, o_v = o_keys + start, o_values + start
             if PAGE:
-                i_next = tl.load(p_packed + 2 + tl.minimum(start + BLOCK, stop - 1) // PAGE)
+                i_block = tl.load(p_packed + 2 + start // PAGE)
                 k_rows, v_rows = PAGE, PAGE
                 o_k = i_h.to(tl.int64) * PAGE + start % PAGE
                 o_v = o_k
             k_tile = PackedTile(
-                _in_block(keys[FIELDS:], i_block, K_STRIDES), k_tables, k_words, p_rope + start // K.group * K.rope,
+                in_block(keys[FIELDS:], i_block, K_STRIDES), k_tables, k_words, p_rope + start // K.group * K.rope,
                 i_k, k_rows, o_k, o_t, m_t,
             )  # fmt: skip
             v_tile = PackedTile(
-                _in_block(values[FIELDS:], i_block, V_STRIDES), v_tables, v_words, p_rope, i_h, v_rows, o_v, o_t, m_t
+                in_block(values[FIELDS:], i_block, V_STRIDES), v_tables, v_words, p_rope, i_h, v_rows, o_v, o_t, m_t
             )
             b_m, b_l, b_acc = _packed_tile(
                 b_group, k_tile, v_tile, rows, start, n_sinks, b_factor, b_bias, b_m, b_l, b_acc,

@@ -54,6 +54,15 @@ class NewTile(NamedTuple):
     i_h: Any
 
 
+@triton.jit
+def in_block(fields, i_block, STRIDES: tl.constexpr):
+    """Pointers to a block of each field; without strides, the fields themselves."""
+    found = ()
+    for i in tl.static_range(len(STRIDES)):
+        found = found + (fields[i] + i_block * STRIDES[i],)
+    return found if len(STRIDES) > 0 else fields
+
+
 class Codes(NamedTuple):
     """Constants of codes in bit planes: bits of a code, field of the low plane, words of a token in each plane.
 

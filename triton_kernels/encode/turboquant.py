@@ -1,6 +1,6 @@
 """TurboQuant's encoders: rotation, norm, codes and stored scalar of a run of tokens in one launch.
 
-`encode_tokens` follows the contract of `KernelEncoder`, so steps of static layers use it too (`write_slots.py`).
+`encode_tokens` follows the contract of `KernelEncoder`, so steps of static layers use it too (`update/step.py`).
 """
 
 from collections.abc import Sequence

@@ -15,15 +15,13 @@ def slot_rows(batch: int, sinks: int, length: int, packed: int, device: torch.de
 
 @dataclass(frozen=True)
 class Slots:
-    """Numbers of slots of `sinks | packed | tail`, and the layer's token counters.
+    """Numbers of slots of `sinks | packed | tail`, and of tokens in them.
 
     Token `sinks + i` is in slot `i % tail_capacity` of the tail, and once packed in packed slot `i`.
 
     Args:
         sinks, packed_capacity, tail_capacity: numbers of slots.
         capacity: most tokens of the layer.
-        length: number of tokens, int64 `[]`.
-        packed: number of packed tokens, int64 `[]`.
         rows: of each sequence, its row of the batch, and its sinks, packed and tail tokens, int64 `[B, 4]`.
     """
 
@@ -31,17 +29,20 @@ class Slots:
     packed_capacity: int
     tail_capacity: int
     capacity: int
-    length: torch.Tensor
-    packed: torch.Tensor
     rows: torch.Tensor
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Number of tokens, int64 `[]`."""
+        return self.rows[0, 1:].sum()
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each slot's token index, and True for slots that hold a token, both `[slots]`."""
-        device = self.length.device
-        newest = self.length - self.sinks - 1
+        device, length, filled = self.rows.device, self.length, self.rows[0, 2]
+        newest = length - self.sinks - 1
         tail = newest - (newest - torch.arange(self.tail_capacity, device=device)) % self.tail_capacity
         first, packed = (torch.arange(count, device=device) for count in (self.sinks, self.packed_capacity))
-        holds = torch.cat([first < self.length, packed < self.packed, tail >= self.packed])
+        holds = torch.cat([first < length, packed < filled, tail >= filled])
         return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
 
     def mask(self, mask: Mask, count: int) -> Mask:

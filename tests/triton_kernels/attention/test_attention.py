@@ -91,7 +91,7 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity() -> None:
     keys, values = segments(Case(packed=160))
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens
     rows = slot_rows(2, sinks, sinks + 80 + tail, 80)
-    slots = Slots(sinks, 160, tail, sinks + 160 + tail, torch.tensor(sinks + 80 + tail), torch.tensor(80), rows)
+    slots = Slots(sinks, 160, tail, sinks + 160 + tail, rows)
     keys, values = (replace(side, slots=slots) for side in (keys, values))
     query = torch.randn(2, 6, 1, 64)
     sizes = launch.Sizes(32, 5, False, launch.Tile(16, 4, 2))

@@ -196,7 +196,7 @@ def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator
     attending = ["map_query_kernel", *["turn_kernel"] * turned, "attend_kernel", "merge_kernel"]
     flushing, writing = [*alone.kernels, "encode_kernel"] if apart else ["flush_kernel"] * 2, ["append_kernel"]
     if capacity:
-        flushing, writing = [], ["write_slots_kernel", *alone.kernels]
+        flushing, writing = [], ["step_kernel", *alone.kernels]
     decode(True)
     assert decode(True).kernels == flushing + writing + attending
     for left in reversed(range(layer.flush_tokens)):

@@ -58,8 +58,8 @@ def test_static_slots_beyond_the_packed_ones_are_not_read() -> None:
     assert keys.track is not None
     keys.track.buffer[:, 3:] = torch.nan
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens
-    counts = torch.tensor(sinks + 96 + tail), torch.tensor(96), slot_rows(2, sinks, sinks + 96 + tail, 96)
-    slots = Slots(sinks, 160, tail, sinks + 160 + tail, *counts)
+    rows = slot_rows(2, sinks, sinks + 96 + tail, 96)
+    slots = Slots(sinks, 160, tail, sinks + 160 + tail, rows)
     full = [replace(side, slots=slots) for side in (keys, values)]
     part = [replace(side, packed=96) for side in (keys, values)]
     query = torch.randn(2, 8, 1, 64)

@@ -1,5 +1,7 @@
-"""Steps of a static layer: Triton's kernels against PyTorch's operators."""
+"""Steps of static layers and over pages: Triton's kernels against PyTorch's operators."""
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -9,12 +11,13 @@ from support.kernels.attention_cases import attended
 from support.models.small_model import small_config, small_model
 
 from kvcache_compress import CompressedCache
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.dynamic import DynamicStorage
-from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.storage.step_buffers import FULL, NOT_FINITE
+from kvcache_compress.storage.paged import PagedStorage, Request, Step
+from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
 
 HEADS, GROUPS, DIM, CAPACITY = 2, 3, 32, 140
 TURBOQUANT = {"method": "turboquant", "bits": 3, "codebook": "lloyd_max"}
@@ -68,14 +71,13 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         for layer in layers:
             layer._append(fresh, 2 * fresh, counting=True)
             outputs.append(attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)))
-            assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
+            assert layer.cumulative_length == layer.storage.tokens == tokens
         torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
-        by_operators, by_kernels = (layer.storage.buffers for layer in layers)
-        assert (by_kernels.counts == by_kernels.counts[:, :1]).all()
-        assert torch.equal(by_kernels.counts[:, 0], by_operators.counts[:, 0])
-        for side in ("keys", "values"):
-            assert torch.equal(by_kernels.sinks[side], by_operators.sinks[side])
-            assert torch.equal(by_kernels.tail[side][:, :, :-1], by_operators.tail[side][:, :, :-1])
+        by_operators, by_kernels = (layer.storage for layer in layers)
+        assert torch.equal(by_kernels.counts, by_operators.counts)
+        for ours, theirs in zip(by_kernels.sides.values(), by_operators.sides.values(), strict=True):
+            assert torch.equal(ours.sinks, theirs.sinks)
+            assert torch.equal(ours.tail.view(), theirs.tail.view())
     packed = [layer.packed_tokens for layer in layers]
     assert packed[0] == packed[1] > 0
     for side in ("keys", "values"):
@@ -88,14 +90,14 @@ def test_faults_are_noted() -> None:
     layer = static_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
     layer.append(fresh, fresh)
-    assert not layer.storage.buffers.fault.any()
+    assert not layer.storage.faults.any()
     bad = fresh.clone()
     bad[1, 0, 1, 3] = torch.nan
     layer.append(fresh, bad)
-    assert layer.storage.buffers.fault.amax() == NOT_FINITE
+    assert layer.storage.faults.amax() == NOT_FINITE
     for _ in range(6):
         layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-    assert layer.storage.buffers.fault.amax() == FULL
+    assert layer.storage.faults.amax() == FULL
     with pytest.raises(ValueError, match="max_cache_len=140"):
         layer.crop(-1)
 
@@ -119,3 +121,60 @@ def test_a_capacity_that_the_sinks_fill(backend: str) -> None:
         static.storage = StaticStorage(static.storage)
     ours, expected = (attended(layer.views(), AttentionCall.of(query, scaling=0.2)) for layer in (static, growing))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def paged_storage(backend: str, layer: CompressedLayer) -> PagedStorage:
+    """Pages of five blocks and four slots with the layer's codecs; their content is the same in every call."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+    codecs, windows = layer.storage.codecs, layer.storage.windows
+    page = math.lcm(64, windows.group)
+    pools = {
+        side: tuple(torch.zeros(5, HEADS, page // x.tokens, *x.shape, dtype=x.dtype) for x in codec.fields)
+        for side, codec in codecs.items()
+    }
+    sinks, tails = (
+        {side: torch.randn(4, HEADS, count, DIM, generator=generator) for side in codecs}
+        for count in (windows.sinks, windows.recent + windows.flush)
+    )
+    track = copy.copy(layer.track)
+    if track is not None:
+        track.buffer = torch.zeros_like(track.buffer[:1])
+        track.buffer[..., : track.buffer.shape[2] // 2] = 1  # cos and sin of no rotation
+    return PagedStorage(codecs, pools, sinks, tails, windows, page, BACKENDS[backend], track)
+
+
+@pytest.mark.parametrize("keys", [TURBOQUANT, *OTHERS], ids=lambda keys: keys["method"] + keys.get("estimator", ""))
+def test_steps_over_pages_equal_those_of_operators(keys: dict[str, Any]) -> None:
+    """Compare dense tokens, codes and refused tokens of requests with empty slots, some sinks, and tails to flush."""
+    layer = static_layer("torch", keys, 4, 8)
+    storages = [paged_storage(backend, layer) for backend in ("torch", "triton")]
+    windows, page = storages[0].windows, storages[0].page
+    full = windows.recent + windows.flush
+    lengths = [(0, 0), (3, 0), (4 + full - 1, 0), (4 + page + full, page)]
+    tables = [[], [], [3], [1, 4]]
+    requests = [
+        [Request(3 - slot, blocks, *counts) for slot, (blocks, counts) in enumerate(zip(tables, lengths, strict=True))]
+        for _ in storages
+    ]
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    for bad in (None, None, 2):
+        fresh = torch.randn(1, HEADS, 4, DIM, generator=generator)
+        if bad is not None:
+            fresh[0, 1, bad, 5] = torch.inf
+        refused = []
+        for storage, own in zip(storages, requests, strict=True):
+            step = Step([(request, 1) for request in own], windows, page, fresh.device)
+            storage.append(step, fresh, 2 * fresh)
+            refused.append(step.refused())
+        assert refused[0] == refused[1] == [index == bad for index in range(4)]
+    assert [request.packed for request in requests[0]] == [0, 0, windows.flush, page + windows.flush]
+    operators, kernels = storages
+    for side in ("keys", "values"):
+        if bad is not None:  # operators clear a refused token in all heads
+            for storage in storages:
+                storage.tails[side][1, :, (full - 1 + 2) % full] = 0
+        assert torch.equal(kernels.sinks[side], operators.sinks[side])
+        assert torch.equal(kernels.tails[side], operators.tails[side])
+        for one, other in zip(operators.pools[side], kernels.pools[side], strict=True):
+            assert one.any()
+            assert (one != other).float().mean() < 1e-3
