@@ -2,9 +2,9 @@
 
 import json
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
 
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
 from kvcache_compress.config import preset_names
@@ -83,8 +83,8 @@ def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
     """Mean difference of a score from another cache's, paired by sample, with its standard error."""
     before = {record["id"]: record[score] for record in base.records}
     changes = [record[score] - before[record["id"]] for record in cell.records]
-    error = statistics.stdev(changes) / math.sqrt(len(changes))
-    return f"{statistics.fmean(changes):+.{digits}f} ± {error:.{digits}f}"
+    error = stdev(changes) / math.sqrt(len(changes))
+    return f"{fmean(changes):+.{digits}f} ± {error:.{digits}f}"
 
 
 def held_out(table: Table) -> str:
@@ -138,25 +138,34 @@ def peers() -> str:
 
 
 def turns(table: Table) -> str:
-    """Table of losses after histories of several parts; the mean is over the cases of the benchmark `turns`."""
+    """Table of losses after histories of several parts."""
 
     def loss(case: str) -> Callable[[dict[str, float]], str]:
         return lambda scores: f"{scores[f'kl.{case}']:.4f}"
 
-    full = table.rows[0].cells
-    names = [name for name in ("turns", "steps") if name in full]
-    cases = [(name, case) for name in names for case in full[name].benchmark["options"]["cases"]]
+    full, *cells = cells_of(table, "turns").items()
+    cases = full[1].benchmark["options"]["cases"]
     lines = [
-        [
-            row.cache,
-            bits_text(row.cells["turns"].all_bits),
-            figure(row.cells["turns"], mean_kl),
-            *(figure(row.cells.get(name), loss(case)) for name, case in cases),
-        ]
-        for row in table.rows[1:]
+        [name, bits_text(cell.all_bits), figure(cell, mean_kl), *(figure(cell, loss(case)) for case in cases)]
+        for name, cell in cells
     ]
-    heads = ["cache", "bits, whole cache", "KL", *(case for _, case in cases)]
+    heads = ["cache", "bits, whole cache", "KL", *cases]
     return f"{markdown_table(heads, lines)}\n\n{table.model}; from {source('turns')}."
+
+
+def long_answers(table: Table) -> str:
+    """Table of losses along long answers."""
+    lines = []
+    for name, cell in [*cells_of(table, "long").items()][1:]:
+        parts = map(fmean, zip(*(record["kl_parts"] for record in cell.records), strict=True))
+        lines.append([name, bits_text(cell.packed_bits), mean_kl(cell.scores), *(f"{part:.4f}" for part in parts)])
+    options = cell.benchmark["options"]
+    each = options["scored"] // len(cell.records[0]["kl_parts"])
+    heads = [f"to {each * (number + 1):,}" for number in range(len(lines[0]) - 3)]
+    return (
+        f"{markdown_table(['cache', 'bits', 'KL', *heads], lines)}\n\n{table.model}, {cell.samples} windows of "
+        f"{options['prefix']} + {options['scored']:,} tokens; from {source('long')}."
+    )
 
 
 def losses(budgets: Table) -> dict[str, dict[str, float]]:

@@ -252,6 +252,7 @@ def pages() -> dict[Path, str]:
             "sizes": whole_sizes(),
             "peers": losses.peers(),
             "turns": losses.turns(parts),
+            "long": losses.long_answers(table_of("long")),
             "perplexity": losses.perplexity(table),
             "keys": losses.keys(answers),
         },
