@@ -1,16 +1,15 @@
 """Codebook files for tests: random codebooks of any shape, and an encoder whose random weights lose nothing."""
 
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
 from kvcache_compress.methods.commvq.codebook_file import write_codebooks
+from support.paths import temporary_folder
 
-FOLDER = Path(tempfile.mkdtemp(prefix="commvq-"))
+FOLDER = temporary_folder("commvq-")
 LAYERS, HEADS = 4, 2
 CONTRACT_MODEL = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
 CONTRACT_MODEL |= {"max_position_embeddings": 1024, "vocab_size": 128}

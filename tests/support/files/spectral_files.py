@@ -1,8 +1,6 @@
 """Spectral in tests: files of random statistics for the small models, and a loss."""
 
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +13,9 @@ from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from support.cache_name import with_cache
 from support.files.commvq_files import CONTRACT_MODEL
+from support.paths import temporary_folder
 
-FOLDER = Path(tempfile.mkdtemp(prefix="spectral-"))
+FOLDER = temporary_folder("spectral-")
 
 
 def random_statistics(config: PreTrainedConfig, group: int = 32) -> dict[str, torch.Tensor]:

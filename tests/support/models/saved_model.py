@@ -1,8 +1,6 @@
 """The small model as a folder that `load_model` reads, with a tokenizer of one token per character."""
 
-import tempfile
 from functools import cache
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -10,12 +8,13 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from support.models.small_model import small_model
+from support.paths import temporary_folder
 
 
 @cache
 def saved_model(layers: int = 2) -> str:
     """Folder of `small_model(layers, vocab_size=128)`, written at its first use."""
-    folder = Path(tempfile.mkdtemp(prefix="small-model-"))
+    folder = temporary_folder("small-model-")
     tokenizer = Tokenizer(WordLevel({chr(code): code for code in range(128)}, unk_token="\0"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
