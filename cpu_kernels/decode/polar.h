@@ -72,10 +72,8 @@ struct LevelCodes {
 
 // Locations of all levels, finest first, from `PolarTree.places`.
 inline std::vector<LevelCodes> level_codes(const std::vector<int64_t>& places) {
-  constexpr int64_t NUMBERS = 6;
-  STD_TORCH_CHECK(!places.empty() && places.size() % NUMBERS == 0, "six numbers are needed for each level");
   std::vector<LevelCodes> levels;
-  for (auto at = places.begin(); at != places.end(); at += NUMBERS) {
+  for (auto at = places.begin(); at != places.end(); at += 6) {
     levels.push_back({at[0], at[1], at[2], {at[3], at[4]}, at[5]});
   }
   return levels;

@@ -117,15 +117,7 @@ std::vector<Tensor> subtract_points(const Tensor& z, const Tensor& products, con
                                     const Tensor& tables) {
   constexpr int64_t CODES = Search::CODES;
   const int64_t width = z.size(z.dim() - 1), count = z.size(z.dim() - 2), centres = tables.size(tables.dim() - 2);
-  for (const Tensor& x : {z, products, table, tables}) {
-    STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
-  }
   const int64_t books = tables.numel() / (CODES * centres * width), terms = table.numel() / books;
-  STD_TORCH_CHECK(tables.numel() == books * CODES * centres * width && z.numel() == books * count * width,
-                  "codebooks of ", tables.numel(), " numbers for ", z.numel(), " in vectors of ", width);
-  STD_TORCH_CHECK(terms == (CODES == 1 ? centres : centres * centres), terms, " costs of ", centres, " centres");
-  STD_TORCH_CHECK(products.numel() == books * count * CODES * centres, products.numel(), " products of ", books * count,
-                  " vectors with ", CODES * centres, " rows");
   const Tensor codes = empty_field(z, CODES, ScalarType::Long), residual = empty_field(z, width, ScalarType::Float);
   const float *numbers = z.const_data_ptr<float>(), *inner = products.const_data_ptr<float>();
   const float *costs = table.const_data_ptr<float>(), *points = tables.const_data_ptr<float>();

@@ -119,9 +119,6 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
                                      int64_t scalar) {
   const Scalar kind = static_cast<Scalar>(scalar);
   const int64_t width = z.size(z.dim() - 1), words = width / CODES_PER_WORD, warm = std::min(WARM_UP, width);
-  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
-  STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
-  STD_TORCH_CHECK(bits <= 3 && levels.numel() == 2 << bits, levels.numel(), " levels for ", bits, " bits");
   const float *numbers = z.const_data_ptr<float>(), *norms = norm.const_data_ptr<float>();
   const auto* points = levels.const_data_ptr<float>();
   const float steps = static_cast<float>(STEPS * std::sqrt(static_cast<double>(width)));
