@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cmath>
-#include <limits>
 #include <optional>
 
 #include "attention/anchored.h"
@@ -12,7 +11,6 @@
 namespace kvcache_compress {
 
 constexpr float LOG2E = 1.44269504f;
-constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 constexpr int64_t TILE_NUMBERS = 4096;  // decoded numbers of a tile: half of an L1 cache
 constexpr int64_t MAX_TILE = 64;        // tokens

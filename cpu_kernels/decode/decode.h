@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <memory>
 #include <type_traits>
-#include <utility>
 
 #include "common/side.h"
 #include "common/simd.h"
@@ -268,13 +267,14 @@ void decode_levels(const Levels& levels, const Field* planes, const Half* scales
   }
 }
 
-// Calls `call` with the number of bits as a template argument.
-template <class Call>
-inline void with_bits(int64_t bits, Call call) {
-  const bool known = [&]<int... BELOW>(std::integer_sequence<int, BELOW...>) {
-    return ((bits == BELOW + 1 && (call.template operator()<BELOW + 1>(), true)) || ...);
-  }(std::make_integer_sequence<int, 6>{});
-  STD_TORCH_CHECK(known, "1 to 6 bits are needed");
+// Calls `call` with the number of bits as a template argument, and returns its result.
+template <int MOST = 6, class Call>
+inline auto with_bits(int64_t bits, Call call) {
+  if constexpr (MOST > 1) {
+    if (bits < MOST) return with_bits<MOST - 1>(bits, call);
+  }
+  STD_TORCH_CHECK(bits == MOST, "1 to 6 bits are needed");
+  return call.template operator()<MOST>();
 }
 
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }

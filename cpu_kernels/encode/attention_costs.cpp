@@ -1,7 +1,6 @@
 // What errors of keys cost attention, the twin of `attention_costs` in methods/spectral/moments.py: p (1 - p), summed
 // by key and by query and group.
 #include <cmath>
-#include <limits>
 
 #include "encode/encode.h"
 
@@ -11,7 +10,7 @@ namespace {
 // Turns the logits [count], in units of log 2, into exponentials relative to the largest, and returns their sum.
 float exponentials(float* logits, int64_t count) {
   const int64_t whole = count / LANES * LANES;
-  Floats tops = Floats{} - std::numeric_limits<float>::infinity(), sums = {};
+  Floats tops = Floats{} - INF, sums = {};
   for (int64_t t = 0; t < whole; t += LANES) {
     const Floats x = load(logits + t);
     tops = x > tops ? x : tops;

@@ -18,8 +18,7 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
   const auto* points = levels.const_data_ptr<float>();
   const Tensor scales = empty_field(z, 0, ScalarType::Half);
   auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
-  std::vector<Tensor> fields;
-  with_bits(bits, [&]<int BITS>() {
+  return with_bits(bits, [&]<int BITS>() {
     constexpr int COUNT = 1 << BITS, HALF = COUNT / 2;
     const int turned = points[0] > points[1] ? HALF - 1 : 0;
     const auto code_of = [turned](auto i) { return i < HALF ? i ^ turned : i; };
@@ -80,10 +79,10 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
         stored[vector] = stored_scalar(kind, norms[vector], sum(square), sum(cross), sum(point));
       }
     });
-    fields = planes.fields();
+    std::vector<Tensor> fields = planes.fields();
+    fields.push_back(scales);
+    return fields;
   });
-  fields.push_back(scales);
-  return fields;
 }
 
 // KIVI's codes clamp(floor((x - zero) / scale + 1/2)): planes of x [B, H, T, D] for scales and zero points
@@ -92,8 +91,7 @@ std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const 
                                     int64_t tokens, int64_t channels) {
   const int64_t heads = x.size(1), count = x.size(2), width = x.size(3);
   const Field numbers{View(x)}, scales{View(scale)}, zeros{View(zero)};
-  std::vector<Tensor> fields;
-  with_bits(bits, [&]<int BITS>() {
+  return with_bits(bits, [&]<int BITS>() {
     const PlaneWriter<BITS> planes(x);
     each_range(x, [&](int64_t first, int64_t end) {
       std::vector<float> steps(width + LANES), starts(width + LANES);
@@ -112,9 +110,8 @@ std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const 
         });
       }
     });
-    fields = planes.fields();
+    return planes.fields();
   });
-  return fields;
 }
 
 // Codes of the angles of points: CELLS for each full quarter turn, plus the boundaries (cos, sin) of a quarter that the

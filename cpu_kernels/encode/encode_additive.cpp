@@ -1,13 +1,9 @@
 // Encoder of CommVQ: one round of the greedy search of additive.py, with matrix products by torch.
-#include <limits>
-
 #include "decode/commvq.h"
 #include "encode/encode.h"
 
 namespace kvcache_compress {
 namespace {
-
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // `a` if it is less, else `b`, also if either is NaN.
 inline Floats lesser(Floats a, Floats b) { return a < b ? a : b; }
@@ -22,7 +18,7 @@ inline float least_lane(Floats x) {
 // numbers from i on, with infinity beyond the end.
 template <class Numbers>
 [[gnu::always_inline]] inline int64_t first_least(int64_t n, Numbers numbers) {
-  Floats least = Floats{} + INFINITE;
+  Floats least = Floats{} + INF;
   Ints nan = {};
   for (int64_t i = 0; i < n; i += LANES) {
     const Floats x = numbers(i);
@@ -42,7 +38,7 @@ template <class Numbers>
 // Rows of `n` numbers, each padded with infinity to a multiple of LANES.
 class PaddedRows {
  public:
-  explicit PaddedRows(int64_t rows, int64_t n) : stride_(whole_lanes(n)), numbers_(rows * stride_, INFINITE) {}
+  explicit PaddedRows(int64_t rows, int64_t n) : stride_(whole_lanes(n)), numbers_(rows * stride_, INF) {}
 
   float* operator[](int64_t row) { return &numbers_[row * stride_]; }
 
@@ -90,7 +86,7 @@ class PairSearch {
     const float *first = products, *second = products + centres_;
     each_run_of_registers<8>(whole_lanes(centres_), [&]<int COUNT>(int64_t at, int64_t) {
       Floats least[COUNT];
-      for (Floats& x : least) x = Floats{} + INFINITE;
+      for (Floats& x : least) x = Floats{} + INF;
       for (int64_t b = 0; b < centres_; ++b) {
         const float* row = by_b_[b] + at;
         for (int i = 0; i < COUNT; ++i) least[i] = lesser(load(row + i * LANES) - second[b], least[i]);

@@ -126,8 +126,7 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
   const auto channel_of = [words](int64_t i) { return i % CODES_PER_WORD * words + i / CODES_PER_WORD; };
   const Tensor scales = empty_field(z, 0, ScalarType::Half);
   auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
-  std::vector<Tensor> fields;
-  with_bits(bits, [&]<int BITS>() {
+  return with_bits<3>(bits, [&]<int BITS>() {
     const Trellis<BITS> trellis(points, steps);
     const PlaneWriter<BITS> planes(z);
     each_range(z, [&](int64_t vector, int64_t end) {
@@ -163,10 +162,10 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
                     [&] [[gnu::always_inline]] (int64_t channel, int64_t) { return load<Ints>(&codes[channel]); });
       }
     });
-    fields = planes.fields();
+    std::vector<Tensor> fields = planes.fields();
+    fields.push_back(scales);
+    return fields;
   });
-  fields.push_back(scales);
-  return fields;
 }
 
 }  // namespace
