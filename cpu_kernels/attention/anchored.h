@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 #include <vector>
 
 #include "common/products.h"
@@ -16,54 +17,20 @@ namespace kvcache_compress {
 // of a key's numbers, [D], which lists the real parts of all pairs, rotary ones first, and then the imaginary parts,
 // and in which directions and means are; and for each digit its channel and its weight, [H, W]. Its last field has cos
 // and sin of the groups' first tokens, [B, H, groups, 2 * rotary], if the model has RoPE.
-class AnchoredQueries {
- public:
-  explicit AnchoredQueries(const Side& side)
-      : directions(side.tables[2]),
-        means(side.tables[3]),
-        places(side.tables[4]),
-        weights(side.tables[7]),
-        order_(side.tables[5]),
-        channels_(side.tables[6]) {
-    for (const View* x : {&directions, &means, &places, &weights, &order_, &channels_}) {
-      STD_TORCH_CHECK(x->is_contiguous(), "contiguous tables are needed");
-    }
-    const auto* channels = channels_.const_data_ptr<int16_t>();
-    coded_ = 1 + *std::max_element(channels, channels + channels_.numel());
+struct AnchoredQueries {
+  explicit AnchoredQueries(const Side& side) {
+    directions = side.tables[2], means = side.tables[3], places = side.tables[4], order = side.tables[5];
+    channels = side.tables[6], weights = side.tables[7];
+    dim = directions.size(2), rank = means.size(1), group = places.size(1), width = weights.size(1);
+    const auto* all = channels.const_data_ptr<int16_t>();
+    coded = 1 + *std::max_element(all, all + channels.numel());
     const int64_t planes = (side.options[1] > 0) + (side.options[2] > 0);
-    if (static_cast<int64_t>(side.fields.size()) > planes + 1) anchors.emplace_back(side.fields.back());
+    if (static_cast<int64_t>(side.fields.size()) > planes + 1) anchors.emplace(side.fields.back());
   }
 
-  int64_t dim() const { return directions.size(2); }
-  int64_t width() const { return weights.size(1); }
-  int64_t rank() const { return means.size(1); }
-  int64_t group() const { return places.size(1); }
-  // Channels up to the last one with bits in any head.
-  int64_t coded() const { return coded_; }
-  const int16_t* channels(const Head& head) const { return channels_.const_data_ptr<int16_t>() + head.head * width(); }
-
-  // A head's part of a table.
-  template <class Number>
-  static const Number* of(const View& table, const Head& head) {
-    return table.const_data_ptr<Number>() + head.head * table.stride(0);
-  }
-
-  // Reorders query rows [rows][D].
-  std::vector<float> ordered(const float* q, int64_t rows) const {
-    const auto* order = order_.const_data_ptr<int64_t>();
-    std::vector<float> x(rows * dim());
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t d = 0; d < dim(); ++d) x[r * dim() + d] = q[r * dim() + order[d]];
-    }
-    return x;
-  }
-
-  const View directions, means, places, weights;
-  std::vector<Field> anchors;  // one or none
-
- private:
-  const View order_, channels_;
-  int64_t coded_;
+  View directions, means, places, order, channels, weights;
+  int64_t dim, rank, group, width, coded;  // the last: channels up to the last one with bits in any head
+  std::optional<Field> anchors;
 };
 
 // The queries of some rows of a head, mapped for one group at a time.
@@ -73,41 +40,47 @@ class MappedQueries {
       : from_(from),
         head_(head),
         rows_(rows),
-        q_(from.ordered(q, rows)),
-        turned_(q_),
-        along_(rows * from.dim()),
-        mapped_(rows * from.width()),
-        low_(rows * from.rank()),
-        means_(rows * from.group()) {}
-
-  int64_t group() const { return from_.group(); }
+        q_(rows * from.dim),
+        along_(rows * from.dim),
+        mapped_(rows * from.width),
+        low_(rows * from.rank),
+        means_(rows * from.group) {
+    const auto* order = from.order.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < rows * from.dim; ++i) q_[i] = q[i / from.dim * from.dim + order[i % from.dim]];
+    turned_ = q_;
+  }
 
   // Queries in the code space of the group of token `t`, [rows][W].
   const float* at(int64_t t) {
-    if (t / from_.group() != group_) map(t / from_.group());
+    if (t / from_.group != group_) map(t / from_.group);
     return mapped_.data();
   }
 
   // Adds a row's products with the means of tokens [t, t + count), which lie in the group of the last call of `at`.
   void add_means(int64_t row, int64_t t, int64_t count, float* scores) const {
-    const float* means = &means_[row * from_.group() + t % from_.group()];
+    const float* means = &means_[row * from_.group + t % from_.group];
     for (int64_t i = 0; i < count; ++i) scores[i] += means[i];
   }
 
  private:
   void map(int64_t group) {
     group_ = group;
-    const int64_t dim = from_.dim(), rank = from_.rank();
-    if (!from_.anchors.empty()) turn(from_.anchors[0], dim / 2);
-    score(turned_.data(), rows_, from_.of<Half>(from_.directions, head_), from_.coded(), dim, along_.data(), dim);
-    const int64_t width = from_.width();
-    const int16_t* channels = from_.channels(head_);
-    const auto* weights = from_.of<float>(from_.weights, head_);
+    const int64_t dim = from_.dim, rank = from_.rank, width = from_.width;
+    if (from_.anchors) turn(*from_.anchors, dim / 2);
+    score(turned_.data(), rows_, of<Half>(from_.directions), from_.coded, dim, along_.data(), dim);
+    const auto* channels = of<int16_t>(from_.channels);
+    const auto* weights = of<float>(from_.weights);
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t w = 0; w < width; ++w) mapped_[r * width + w] = along_[r * dim + channels[w]] * weights[w];
     }
-    score(turned_.data(), rows_, from_.of<Half>(from_.means, head_), rank, dim, low_.data(), rank);
-    score(low_.data(), rows_, from_.of<Half>(from_.places, head_), from_.group(), rank, means_.data(), from_.group());
+    score(turned_.data(), rows_, of<Half>(from_.means), rank, dim, low_.data(), rank);
+    score(low_.data(), rows_, of<Half>(from_.places), from_.group, rank, means_.data(), from_.group);
+  }
+
+  // This head's part of a table.
+  template <class Number>
+  const Number* of(const View& table) const {
+    return table.const_data_ptr<Number>() + head_.head * table.stride(0);
   }
 
   // Turns the queries by the transpose of the anchor's rotation.

@@ -23,9 +23,9 @@ class Basis {
     if (rows.numel() == 0) return;
     data_ = rows.const_data_ptr<char>();
     width_ = rows.size(1), dim_ = rows.size(2);
-    head_ = rows.size(0) == 1 ? 0 : rows.stride(0) * rows.element_size();
-    row_ = rows.stride(1) * rows.element_size();
-    widen_ = conversion(rows.scalar_type()).widen;
+    head_ = rows.size(0) == 1 ? 0 : rows.stride(0) * rows.bytes;
+    row_ = rows.stride(1) * rows.bytes;
+    widen_ = widen_from(rows.dtype);
   }
 
   // Maps query rows [count][D] to code space, [count][W].
@@ -54,7 +54,7 @@ class Basis {
  private:
   const char* data_ = nullptr;
   int64_t width_ = 0, dim_ = 0, head_ = 0, row_ = 0;  // the last two in bytes
-  void (*widen_)(const void*, int64_t, float*) = nullptr;
+  Widen widen_ = nullptr;
 };
 
 template <class Form>
@@ -117,7 +117,7 @@ class Attention {
       : step_(step),
         layer_(layer),
         query_(query),
-        widen_(conversion(query_.scalar_type()).widen),
+        widen_(widen_from(query_.dtype)),
         scale_(static_cast<float>(scaling) * LOG2E) {
     rows_ = std::min(step.rows(), MAX_ROWS);
     row_blocks_ = (step.rows() + rows_ - 1) / rows_;
@@ -157,7 +157,7 @@ class Attention {
       return;
     }
     const auto& anchored = layer_.eras.back().anchored;
-    const int64_t unit = anchored ? anchored->group() : 1, units = sequence.packed / unit;
+    const int64_t unit = anchored ? anchored->group : 1, units = sequence.packed / unit;
     const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
     for (const Era& era : layer_.eras) {
       const Run run{*era.segments.packed,     *layer_.values.packed, std::max(first, era.first),
@@ -171,10 +171,9 @@ class Attention {
     }
   }
 
-  // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
-  void merge(int64_t block, const float* s_aux, const View& out) const {
+  // Merges the splits of a block into its rows of `out` [B, n, Hq, dim]; the logits `s_aux` [Hq] join the denominator.
+  void merge(int64_t block, const float* s_aux, float* out, int64_t dim) const {
     const Rows rows = rows_of(block);
-    const auto narrow = conversion(out.scalar_type()).narrow;
     std::vector<float> shares((splits_ + 1) * rows.count), totals(rows.count);
     for (int64_t r = 0; r < rows.count; ++r) {
       const float logit = s_aux == nullptr ? -INF : s_aux[query_of(rows, r).first] * LOG2E;
@@ -190,7 +189,7 @@ class Attention {
     }
     const std::vector<float> packed = packed_sums(block, rows, shares.data());
     const float* dense = &sums_[(block * (splits_ + 1) + splits_) * numbers_];
-    const int64_t width = layer_.values.sinks.width, bytes = out.size(3) * out.element_size();
+    const int64_t width = layer_.values.sinks.width;
     std::vector<float> result(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
       const float share = shares[splits_ * rows.count + r];
@@ -199,10 +198,9 @@ class Attention {
     layer_.values.basis.add(rows.head.head, packed.data(), rows.count, result);
     for (int64_t r = 0; r < rows.count; ++r) {
       const float total = std::max(totals[r], std::numeric_limits<float>::min());
-      for (int64_t d = 0; d < width; ++d) result[r * width + d] /= total;
       const auto [query_head, query] = query_of(rows, r);
       const int64_t row = (rows.head.batch * step_.count + query) * step_.query_heads() + query_head;
-      narrow(&result[r * width], out.size(3), static_cast<char*>(out.data) + row * bytes);
+      for (int64_t d = 0; d < dim; ++d) out[row * dim + d] = result[r * width + d] / total;
     }
   }
 
@@ -238,7 +236,7 @@ class Attention {
     for (int64_t r = 0; r < rows.count; ++r) {
       const auto [head, query] = query_of(rows, r);
       const int64_t at = rows.head.batch * query_.stride(0) + head * query_.stride(1) + query * query_.stride(2);
-      widen_(data + at * query_.element_size(), query_.size(3), &q[r * width]);
+      widen_(data + at * query_.bytes, query_.size(3), &q[r * width]);
     }
     for (float& x : q) x *= scale_;
     return q;
@@ -260,7 +258,7 @@ class Attention {
   const Step& step_;
   const Layer& layer_;
   const View query_;
-  void (*widen_)(const void*, int64_t, float*);
+  Widen widen_;
   float scale_;
   int64_t rows_, row_blocks_, splits_, width_;
   int64_t numbers_;                // sums of a task, [row][width] or [code][lane]
@@ -294,11 +292,6 @@ Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const s
   STD_TORCH_CHECK(query.size(1) % heads == 0, query.size(1), " query heads for ", heads, " key/value heads");
   STD_TORCH_CHECK(query.size(3) == keys.sinks.size(3), "queries of ", query.size(3), " numbers for keys of ",
                   keys.sinks.size(3));
-  STD_TORCH_CHECK(!s_aux || s_aux->numel() == query.size(1), "s_aux must hold one logit per query head");
-  STD_TORCH_CHECK(
-      keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
-      "a basis of keys must be float32 and contiguous");
-  STD_TORCH_CHECK(!pages || (query.size(2) == 1 && pages->is_contiguous()), "pages take one query per sequence");
   Layer layer{{}, Segments(values), {}, keys.tail.size(2)};
   for (int64_t b = 0; b < batch; ++b) {
     if (!pages) {
@@ -317,16 +310,17 @@ Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const s
   for (size_t i = 0; i < starts.size(); ++i) {
     layer.eras.emplace_back(Side(key_sides[i]), starts[i], i + 1 < starts.size() ? starts[i + 1] : packed);
   }
-  Tensor out = torch::stable::new_empty(query, {batch, query.size(2), query.size(1), values.sinks.size(3)});
-  const View out_view(out);
-  if (out_view.numel() == 0) return out;
+  const int64_t dim = values.sinks.size(3);
+  Tensor out = torch::stable::new_empty(query, {batch, query.size(2), query.size(1), dim}, ScalarType::Float);
+  if (out.numel() == 0) return out;
+  auto* out_data = out.mutable_data_ptr<float>();
   const float* s_aux_data = s_aux ? s_aux->const_data_ptr<float>() : nullptr;
   Attention attention(step, layer, query, scaling);
   torch::stable::parallel_for(0, attention.tasks(), 1, [&](int64_t task, int64_t end) {
     for (; task < end; ++task) attention.attend(task);
   });
   torch::stable::parallel_for(0, attention.blocks(), 1, [&](int64_t block, int64_t end) {
-    for (; block < end; ++block) attention.merge(block, s_aux_data, out_view);
+    for (; block < end; ++block) attention.merge(block, s_aux_data, out_data, dim);
   });
   return out;
 }

@@ -35,7 +35,7 @@ def attend(
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.tokens)
     described = _described(keys)
-    return build.operators().attend.default(
+    out: torch.Tensor = build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
         described.eras,
         described.starts,
@@ -49,6 +49,7 @@ def attend(
         call.scaling,
         call.softcap or 0.0,
     )
+    return out.to(query.dtype)
 
 
 def _described(side: View) -> _Described:

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cmath>
-#include <limits>
 #include <optional>
 
 #include "attention/anchored.h"
@@ -12,7 +11,6 @@
 namespace kvcache_compress {
 
 constexpr float LOG2E = 1.44269504f;
-constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 constexpr int64_t TILE_NUMBERS = 4096;  // decoded numbers of a tile: half of an L1 cache
 constexpr int64_t MAX_TILE = 64;        // tokens
@@ -23,7 +21,7 @@ class Mask {
   explicit Mask(const Tensor& mask)
       : data_(static_cast<const char*>(mask.const_data_ptr())), bytes_(mask.element_size()) {
     for (int i = 0; i < 4; ++i) stride_[i] = mask.stride(i);
-    if (mask.scalar_type() != ScalarType::Bool) widen_ = conversion(mask.scalar_type()).widen;
+    if (mask.scalar_type() != ScalarType::Bool) widen_ = widen_from(mask.scalar_type());
   }
 
   // Masks the logits of one query for tokens [first, first + count).
@@ -48,7 +46,7 @@ class Mask {
  private:
   const char* data_;
   int64_t bytes_, stride_[4];
-  void (*widen_)(const void*, int64_t, float*) = nullptr;
+  Widen widen_ = nullptr;
 };
 
 // One step of attention: `count` queries of `groups` query heads for each of `heads` key/value heads. Row r of a
@@ -131,7 +129,8 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
   std::optional<MappedQueries> mapped;
   if (queries.anchored != nullptr) mapped.emplace(*queries.anchored, rows.head, queries.numbers, rows.count);
   // A tile lies in one group and in one page; groups are powers of two.
-  const int64_t tile = mapped ? std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(most)), mapped->group()) : most;
+  const int64_t tile =
+      mapped ? std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(most)), queries.anchored->group) : most;
   const int64_t page = run.pages.blocks == nullptr ? run.last : run.pages.tokens;
   for (int64_t t = run.first, count = 0; t < run.last; t += count) {
     const int64_t start = t / page * page, position = run.position + t;

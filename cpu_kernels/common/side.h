@@ -28,17 +28,14 @@ struct View {
   explicit View(const Tensor& x)
       : data(x.numel() == 0 ? nullptr : const_cast<void*>(x.const_data_ptr())),
         bytes(x.element_size()),
-        dtype(static_cast<int64_t>(x.scalar_type())),
+        dtype(x.scalar_type()),
         dims(x.dim()) {
     STD_TORCH_CHECK(dims <= MAX_DIMS, dims, " dimensions of a tensor, of at most ", MAX_DIMS);
     for (int64_t i = 0; i < dims; ++i) sizes[i] = x.size(i), strides[i] = x.stride(i);
   }
 
-  int64_t dim() const { return dims; }
   int64_t size(int64_t i) const { return sizes[i]; }
   int64_t stride(int64_t i) const { return strides[i]; }
-  int64_t element_size() const { return bytes; }
-  ScalarType scalar_type() const { return static_cast<ScalarType>(dtype); }
 
   int64_t numel() const {
     int64_t count = 1;
@@ -46,22 +43,15 @@ struct View {
     return count;
   }
 
-  bool is_contiguous() const {
-    for (int64_t i = dims - 1, count = 1; i >= 0; count *= sizes[i--]) {
-      if (sizes[i] != 1 && strides[i] != count) return numel() == 0;
-    }
-    return true;
-  }
-
-  void* const_data_ptr() const { return data; }
-
   template <class Number>
   const Number* const_data_ptr() const {
     return static_cast<const Number*>(data);
   }
 
   void* data;
-  int64_t bytes, dtype, dims, sizes[MAX_DIMS], strides[MAX_DIMS];
+  int64_t bytes;  // of a number
+  ScalarType dtype;
+  int64_t dims, sizes[MAX_DIMS], strides[MAX_DIMS];
 };
 
 struct Side {

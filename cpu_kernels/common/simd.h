@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -16,6 +17,7 @@ namespace kvcache_compress {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
+constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t LANES = 8;
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));

@@ -1,8 +1,6 @@
 // Decoders of stored tokens, tile by tile, to float32 in the code space of their side.
 #pragma once
 
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <memory>
 #include <type_traits>
@@ -14,7 +12,7 @@ namespace kvcache_compress {
 
 constexpr int64_t CODES_PER_WORD = 8;
 
-// Converts `n` numbers of a stored dtype to float32, and back.
+// Converts `n` numbers of a stored dtype to float32.
 template <class Number>
 void widen(const void* from, int64_t n, float* to) {
   const auto* x = static_cast<const Number*>(from);
@@ -25,31 +23,14 @@ void widen(const void* from, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = static_cast<float>(x[i]);
 }
 
-template <class Number>
-void narrow(const float* from, int64_t n, void* to) {
-  auto* x = static_cast<Number*>(to);
-  for (int64_t i = 0; i < n; ++i) x[i] = static_cast<Number>(from[i]);
-}
+using Widen = void (*)(const void*, int64_t, float*);
 
-struct Conversion {
-  void (*widen)(const void*, int64_t, float*);
-  void (*narrow)(const float*, int64_t, void*);
-};
-
-inline Conversion conversion(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return {widen<float>, narrow<float>};
-    case ScalarType::Half:
-      return {widen<Half>, narrow<Half>};
-    case ScalarType::BFloat16:
-      return {widen<BFloat16>, narrow<BFloat16>};
-    case ScalarType::Double:
-      return {widen<double>, narrow<double>};
-    default:
-      STD_TORCH_CHECK(false, "floating point numbers are needed");
-      return {};
-  }
+inline Widen widen_from(ScalarType dtype) {
+  if (dtype == ScalarType::Float) return widen<float>;
+  if (dtype == ScalarType::Half) return widen<Half>;
+  if (dtype == ScalarType::BFloat16) return widen<BFloat16>;
+  STD_TORCH_CHECK(dtype == ScalarType::Double, "floating point numbers are needed");
+  return widen<double>;
 }
 
 // A key/value head of one sequence of the batch; or of one page, which holds tokens from number `start` on.
@@ -67,37 +48,6 @@ class Decoder {
   int64_t width = 0;
 };
 
-// Uncompressed tokens [B, H, T, D]; their code space is D wide, rounded up to a multiple of LANES.
-class DenseDecoder : public Decoder {
- public:
-  explicit DenseDecoder(const View& x)
-      : data_(static_cast<const char*>(x.const_data_ptr())),
-        bytes_(x.element_size()),
-        batch_(x.stride(0)),
-        head_(x.stride(1)),
-        token_(x.stride(2)),
-        widen_(conversion(x.scalar_type()).widen) {
-    width = whole_lanes(x.size(3));
-    dim_ = x.size(3);
-    STD_TORCH_CHECK(x.stride(3) == 1, "the channels of a dense token must be contiguous");
-  }
-
-  explicit DenseDecoder(const Side& side) : DenseDecoder(side.fields[0]) {}
-
-  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
-    const char* from = data_ + (head.batch * batch_ + head.head * head_) * bytes_;
-    for (int64_t t = 0; t < count; ++t) {
-      widen_(from + (first + t) * token_ * bytes_, dim_, tile + t * width);
-      std::fill(tile + t * width + dim_, tile + (t + 1) * width, 0.0f);
-    }
-  }
-
- private:
-  const char* data_;
-  int64_t bytes_, batch_, head_, token_, dim_;
-  void (*widen_)(const void*, int64_t, float*);
-};
-
 // A run of words of a token: `count` words from word `first` on.
 struct Words {
   int64_t first, count;
@@ -107,11 +57,11 @@ struct Words {
 class Field {
  public:
   explicit Field(const View& x)
-      : data_(static_cast<const char*>(x.const_data_ptr())),
-        batch_(x.stride(0) * x.element_size()),
-        head_(x.stride(1) * x.element_size()),
-        row_(x.stride(2) * x.element_size()) {
-    numbers = x.dim() == 4 ? x.size(3) : 1;
+      : data_(static_cast<const char*>(x.data)),
+        batch_(x.stride(0) * x.bytes),
+        head_(x.stride(1) * x.bytes),
+        row_(x.stride(2) * x.bytes) {
+    numbers = x.dims == 4 ? x.size(3) : 1;
     STD_TORCH_CHECK(numbers == 1 || x.stride(3) == 1, "the numbers of a field must be contiguous");
   }
 
@@ -127,6 +77,27 @@ class Field {
  private:
   const char* data_;
   int64_t batch_, head_, row_;
+};
+
+// Uncompressed tokens [B, H, T, D]; their code space is D wide, rounded up to a multiple of LANES.
+class DenseDecoder : public Decoder {
+ public:
+  explicit DenseDecoder(const View& x) : tokens_(x), widen_(widen_from(x.dtype)) {
+    width = whole_lanes(tokens_.numbers);
+  }
+
+  explicit DenseDecoder(const Side& side) : DenseDecoder(side.fields[0]) {}
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    for (int64_t t = first; t < first + count; ++t, tile += width) {
+      widen_(tokens_.row<char>(head, t), tokens_.numbers, tile);
+      std::fill(tile + tokens_.numbers, tile + width, 0.0f);
+    }
+  }
+
+ private:
+  Field tokens_;
+  Widen widen_;
 };
 
 // The bit planes of codes of BITS bits: see layout.py.
@@ -296,25 +267,14 @@ void decode_levels(const Levels& levels, const Field* planes, const Half* scales
   }
 }
 
-// Calls `call` with the number of bits as a template argument.
-template <class Call>
-inline void with_bits(int64_t bits, Call call) {
-  switch (bits) {
-    case 1:
-      return call.template operator()<1>();
-    case 2:
-      return call.template operator()<2>();
-    case 3:
-      return call.template operator()<3>();
-    case 4:
-      return call.template operator()<4>();
-    case 5:
-      return call.template operator()<5>();
-    case 6:
-      return call.template operator()<6>();
-    default:
-      STD_TORCH_CHECK(false, "1 to 6 bits are needed");
+// Calls `call` with the number of bits as a template argument, and returns its result.
+template <int MOST = 6, class Call>
+inline auto with_bits(int64_t bits, Call call) {
+  if constexpr (MOST > 1) {
+    if (bits < MOST) return with_bits<MOST - 1>(bits, call);
   }
+  STD_TORCH_CHECK(bits == MOST, "1 to 6 bits are needed");
+  return call.template operator()<MOST>();
 }
 
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }

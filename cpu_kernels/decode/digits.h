@@ -20,7 +20,6 @@ class DigitDecoder : public Decoder {
       components_.push_back({bits, width, side.tables[2 - bits].const_data_ptr<float>(), {Field(*field++)}});
       width += digits;
     }
-    STD_TORCH_CHECK(field->stride(2) == group && field->stride(3) == 1, "the scales of a head must be contiguous");
     scales_.emplace_back(*field);
   }
 

@@ -65,18 +65,16 @@ class PairDecoder : public Decoder {
 
 // Location of one level's codes in a tree: see `LevelCodes` in `codecs/quantizers/polar_tree.py`.
 struct LevelCodes {
-  int64_t bits, count, field;
+  int64_t bits, count, field, row;
   Words words;
   int64_t base;
 };
 
 // Locations of all levels, finest first, from `PolarTree.places`.
 inline std::vector<LevelCodes> level_codes(const std::vector<int64_t>& places) {
-  constexpr int64_t NUMBERS = 6;
-  STD_TORCH_CHECK(!places.empty() && places.size() % NUMBERS == 0, "six numbers are needed for each level");
   std::vector<LevelCodes> levels;
-  for (auto at = places.begin(); at != places.end(); at += NUMBERS) {
-    levels.push_back({at[0], at[1], at[2], {at[3], at[4]}, at[5]});
+  for (auto at = places.begin(); at != places.end(); at += 7) {
+    levels.push_back({at[0], at[1], at[2], at[3], {at[4], at[5]}, at[6]});
   }
   return levels;
 }

@@ -1,7 +1,6 @@
 // What errors of keys cost attention, the twin of `attention_costs` in methods/spectral/moments.py: p (1 - p), summed
 // by key and by query and group.
 #include <cmath>
-#include <limits>
 
 #include "encode/encode.h"
 
@@ -11,7 +10,7 @@ namespace {
 // Turns the logits [count], in units of log 2, into exponentials relative to the largest, and returns their sum.
 float exponentials(float* logits, int64_t count) {
   const int64_t whole = count / LANES * LANES;
-  Floats tops = Floats{} - std::numeric_limits<float>::infinity(), sums = {};
+  Floats tops = Floats{} - INF, sums = {};
   for (int64_t t = 0; t < whole; t += LANES) {
     const Floats x = load(logits + t);
     tops = x > tops ? x : tops;
@@ -53,8 +52,6 @@ float add_costs(const float* weights, int64_t count, float factor, float* by_key
 std::vector<Tensor> attention_costs(Tensor logits, const Tensor& at, int64_t sinks, int64_t recent, int64_t group,
                                     int64_t groups) {
   const int64_t heads = logits.size(0), rows = logits.size(1), tokens = logits.size(2);
-  STD_TORCH_CHECK(logits.is_contiguous() && at.is_contiguous() && at.size(0) == rows, "a position for each row");
-  STD_TORCH_CHECK(sinks + groups * group >= tokens, groups, " groups for ", tokens, " tokens");
   Tensor by_key = torch::stable::new_zeros(logits, {heads, groups * group});
   Tensor by_query = torch::stable::new_zeros(logits, {heads, rows, groups});
   auto *numbers = logits.mutable_data_ptr<float>(), *of_keys = by_key.mutable_data_ptr<float>();

@@ -14,15 +14,11 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
                                     int64_t scalar) {
   const Scalar kind = static_cast<Scalar>(scalar);
   const int64_t width = z.size(z.dim() - 1);
-  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
-  STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
-  STD_TORCH_CHECK(levels.numel() == 1 << bits, levels.numel(), " levels for ", bits, " bits");
   const float *numbers = z.const_data_ptr<float>(), *norms = norm.const_data_ptr<float>();
   const auto* points = levels.const_data_ptr<float>();
   const Tensor scales = empty_field(z, 0, ScalarType::Half);
   auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
-  std::vector<Tensor> fields;
-  with_bits(bits, [&]<int BITS>() {
+  return with_bits(bits, [&]<int BITS>() {
     constexpr int COUNT = 1 << BITS, HALF = COUNT / 2;
     const int turned = points[0] > points[1] ? HALF - 1 : 0;
     const auto code_of = [turned](auto i) { return i < HALF ? i ^ turned : i; };
@@ -83,29 +79,19 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
         stored[vector] = stored_scalar(kind, norms[vector], sum(square), sum(cross), sum(point));
       }
     });
-    fields = planes.fields();
+    std::vector<Tensor> fields = planes.fields();
+    fields.push_back(scales);
+    return fields;
   });
-  fields.push_back(scales);
-  return fields;
 }
 
 // KIVI's codes clamp(floor((x - zero) / scale + 1/2)): planes of x [B, H, T, D] for scales and zero points
 // [B, H, T / tokens, D / channels].
 std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const Tensor& zero, int64_t bits,
                                     int64_t tokens, int64_t channels) {
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "float32 is needed");
-  for (const Tensor& field : {scale, zero}) {
-    STD_TORCH_CHECK(field.scalar_type() == ScalarType::Half, "scales and zero points in float16 are needed");
-    STD_TORCH_CHECK(field.size(0) == x.size(0) && field.size(1) == x.size(1), "heads of ", field.size(0), "x",
-                    field.size(1), " for ", x.size(0), "x", x.size(1));
-    STD_TORCH_CHECK(field.size(2) == scale.size(2) && field.size(3) == scale.size(3), "scales and zero points differ");
-  }
   const int64_t heads = x.size(1), count = x.size(2), width = x.size(3);
-  STD_TORCH_CHECK(scale.size(2) * tokens == count && scale.size(3) * channels == width, scale.size(2), "x",
-                  scale.size(3), " groups for ", count, "x", width, " numbers");
   const Field numbers{View(x)}, scales{View(scale)}, zeros{View(zero)};
-  std::vector<Tensor> fields;
-  with_bits(bits, [&]<int BITS>() {
+  return with_bits(bits, [&]<int BITS>() {
     const PlaneWriter<BITS> planes(x);
     each_range(x, [&](int64_t first, int64_t end) {
       std::vector<float> steps(width + LANES), starts(width + LANES);
@@ -124,9 +110,8 @@ std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const 
         });
       }
     });
-    fields = planes.fields();
+    return planes.fields();
   });
-  return fields;
 }
 
 // Codes of the angles of points: CELLS for each full quarter turn, plus the boundaries (cos, sin) of a quarter that the
@@ -147,12 +132,6 @@ inline Ints angle_codes(Floats x, Floats y, const float* bounds) {
 // radii `steps`, in cells, each [..., pairs]; `bounds` of the cells in a quarter turn, [2^(angle_bits - 2), 2].
 std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, const Tensor& steps,
                                    const Tensor& bounds, int64_t angle_bits, int64_t radius_bits) {
-  for (const Tensor* x : {&real, &imaginary, &steps, &bounds}) {
-    STD_TORCH_CHECK(x->is_contiguous() && x->scalar_type() == ScalarType::Float, "contiguous float32 is needed");
-  }
-  STD_TORCH_CHECK(angle_bits >= 2 && bounds.numel() == 1 << (angle_bits - 1), bounds.numel(), " numbers for ",
-                  angle_bits, " bits");
-  STD_TORCH_CHECK(real.numel() == steps.numel() && imaginary.numel() == steps.numel(), "one radius to each point");
   std::vector<Tensor> fields;
   const int64_t width = steps.size(steps.dim() - 1);
   const auto add = [&](int64_t bits, auto code) {

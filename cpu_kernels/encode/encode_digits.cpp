@@ -27,14 +27,7 @@ std::vector<Tensor> quantize_digits(const Tensor& y, const Tensor& deviation, co
                                     const Tensor& bounds, const Tensor& codes, const std::vector<int64_t>& bits,
                                     const Tensor& channels, const Tensor& shifts, int64_t twos,
                                     const std::vector<double>& factors) {
-  for (const Tensor* x : {&y, &deviation, &kind, &points, &bounds, &codes, &channels, &shifts}) {
-    STD_TORCH_CHECK(x->is_contiguous(), "contiguous tensors are needed");
-  }
   const int64_t heads = y.size(1), tokens = y.size(2), dim = y.size(3), digits = channels.size(1);
-  STD_TORCH_CHECK(tokens % LANES == 0, tokens, " tokens: a multiple of ", LANES, " is needed");
-  STD_TORCH_CHECK(kind.size(0) == heads && kind.size(1) == dim, "a kind for each channel is needed");
-  STD_TORCH_CHECK(points.size(0) == static_cast<int64_t>(bits.size()) && points.size(1) == MOST_POINTS,
-                  "64 points of each kind are needed");
   const Tensor scales = empty_field(y, 0, ScalarType::Float);
   std::vector<Digits> planes;
   std::vector<Tensor> fields;

@@ -37,27 +37,13 @@ class TreeEncoder {
   TreeEncoder(const Tensor& y, const std::vector<Tensor>& points, const std::vector<Tensor>& bounds,
               const std::vector<int64_t>& places, int64_t lower)
       : width_(y.size(y.dim() - 1)), lower_(lower), numbers_(y.const_data_ptr<float>()) {
-    STD_TORCH_CHECK(y.is_contiguous(), "contiguous tensors are needed");
-    const std::vector<LevelCodes> levels = level_codes(places);
-    STD_TORCH_CHECK(points.size() == levels.size() && bounds.size() == levels.size(),
-                    "points and boundaries are needed for each level");
-    for (size_t i = 0; i < levels.size(); ++i) {
-      const LevelCodes& level = levels[i];
-      const int64_t codes = 1 << level.bits;
-      STD_TORCH_CHECK(level.count << (i + 1) == width_, level.count, " codes of level ", i + 1, " for ", width_,
-                      " numbers");
-      STD_TORCH_CHECK(points[i].is_contiguous() && points[i].numel() == 2 * codes, "points for ", level.bits, " bits");
-      STD_TORCH_CHECK(bounds[i].is_contiguous() && bounds[i].numel() == 2 * (i == 0 ? codes : codes - 1),
-                      "boundaries for ", level.bits, " bits");
+    for (const LevelCodes& level : level_codes(places)) {
+      const size_t i = levels_.size();
       levels_.push_back({level, points[i].const_data_ptr<float>(), bounds[i].const_data_ptr<float>()});
-      int64_t& words = planes_[level.field].words;
-      words = std::max(words, level.words.first + level.words.count);
-    }
-    for (auto& [field, planes] : planes_) {
-      const auto like = std::find_if(levels_.begin(), levels_.end(), [&](auto& level) { return level.field == field; });
-      planes.fields = empty_planes(y, planes.words, like->bits);
-      planes.slot = slots_;
-      slots_ += planes.words * CODES_PER_WORD;
+      CodePlanes& planes = planes_[level.field];
+      if (!planes.fields.empty()) continue;
+      planes = {level.row, slots_, empty_planes(y, level.row, level.bits)};
+      slots_ += level.row * CODES_PER_WORD;
     }
     for (Tensor& sum : sums_) sum = empty_field(y, levels_.back().count, ScalarType::Float);
   }

@@ -119,9 +119,6 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
                                      int64_t scalar) {
   const Scalar kind = static_cast<Scalar>(scalar);
   const int64_t width = z.size(z.dim() - 1), words = width / CODES_PER_WORD, warm = std::min(WARM_UP, width);
-  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
-  STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
-  STD_TORCH_CHECK(bits <= 3 && levels.numel() == 2 << bits, levels.numel(), " levels for ", bits, " bits");
   const float *numbers = z.const_data_ptr<float>(), *norms = norm.const_data_ptr<float>();
   const auto* points = levels.const_data_ptr<float>();
   const float steps = static_cast<float>(STEPS * std::sqrt(static_cast<double>(width)));
@@ -129,8 +126,7 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
   const auto channel_of = [words](int64_t i) { return i % CODES_PER_WORD * words + i / CODES_PER_WORD; };
   const Tensor scales = empty_field(z, 0, ScalarType::Half);
   auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
-  std::vector<Tensor> fields;
-  with_bits(bits, [&]<int BITS>() {
+  return with_bits<3>(bits, [&]<int BITS>() {
     const Trellis<BITS> trellis(points, steps);
     const PlaneWriter<BITS> planes(z);
     each_range(z, [&](int64_t vector, int64_t end) {
@@ -166,10 +162,10 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
                     [&] [[gnu::always_inline]] (int64_t channel, int64_t) { return load<Ints>(&codes[channel]); });
       }
     });
-    fields = planes.fields();
+    std::vector<Tensor> fields = planes.fields();
+    fields.push_back(scales);
+    return fields;
   });
-  fields.push_back(scales);
-  return fields;
 }
 
 }  // namespace

@@ -1,13 +1,12 @@
 """Call the C++ encoders, twins of the `quantize` functions in torch."""
 
 import math
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
 
 from kvcache_compress.codecs.base import Fields
-from kvcache_compress.codecs.quantizers.digits import DigitCodes, Tables
+from kvcache_compress.codecs.quantizers.digits import SEARCHED, DigitCodes, Tables
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.codecs.quantizers.scalar import Scalar
 from kvcache_compress.cpu_kernels import build
@@ -59,13 +58,11 @@ def quantize_tree(
     return tuple(planes), energy, cross
 
 
-def quantize_digits(
-    y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables, factors: Sequence[float]
-) -> Fields:
+def quantize_digits(y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables) -> Fields:
     """Twin of `quantize` in `codecs/quantizers/digits.py`, for a multiple of eight tokens: equal codes and scales."""
     operator = build.operators().quantize_digits.default
     stored = digits.channels.long(), digits.shifts.long(), digits.counts.twos
-    return tuple(operator(y.contiguous(), deviation, digits.kind.long(), *tables, *stored, factors))
+    return tuple(operator(y.contiguous(), deviation, digits.kind.long(), *tables, *stored, SEARCHED))
 
 
 def attention_costs(

@@ -13,8 +13,7 @@ constexpr float SCALE_MAX = 65504.0f;
 enum class Scalar : int64_t { NORM, MATCH, UNBIASED, LEAST_SQUARES };
 
 // Scales that are tried, and the integer steps in which they are compared: see `scalar.quantize`.
-constexpr int SCALES = 5, PLAIN_SCALE = 2;
-constexpr float SEARCHED[SCALES] = {26 / 32.0f, 29 / 32.0f, 1, 35 / 32.0f, 38 / 32.0f};
+constexpr float SEARCHED[] = {26 / 32.0f, 29 / 32.0f, 1, 35 / 32.0f, 38 / 32.0f};
 constexpr double SEARCH_STEPS = 256;
 
 template <class Vector>
@@ -27,19 +26,9 @@ auto sum(Vector x) {
 // Stored scalar of a vector norm · z with code point p, from z·z, z·p and p·p: see `scalar.stored_scalar`.
 template <class Number>
 float stored_scalar(Scalar scalar, Number norm, Number square, Number cross, Number point) {
-  switch (scalar) {
-    case Scalar::NORM:
-      break;
-    case Scalar::MATCH:
-      norm = norm / std::sqrt(point);
-      break;
-    case Scalar::UNBIASED:
-      norm = norm * square / std::max<Number>(cross, 1e-12f);
-      break;
-    case Scalar::LEAST_SQUARES:
-      norm = norm * cross / point;
-      break;
-  }
+  if (scalar == Scalar::MATCH) norm = norm / std::sqrt(point);
+  if (scalar == Scalar::UNBIASED) norm = norm * square / std::max<Number>(cross, 1e-12f);
+  if (scalar == Scalar::LEAST_SQUARES) norm = norm * cross / point;
   return std::min<Number>(norm, SCALE_MAX);
 }
 

@@ -17,7 +17,7 @@ from kvcache_compress.storage.view import View
 
 from .torch import TorchBackend
 
-logger = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 _NATIVE = SimpleNamespace(**dict(inspect.getmembers(encode, inspect.isfunction)))
 """The C++ encoders by name, in a namespace because a module cannot be copied."""
 MAX_QUERIES = 128
@@ -32,7 +32,11 @@ class CppBackend(TorchBackend):
     attends_to_pages = True
 
     def problem(self) -> str | None:
-        return _problem()
+        """Compile the C++ code if needed; return why it is unavailable, or None."""
+        problem: str | None = build.problem()
+        if problem:
+            _warn_once("the C++ kernels are unavailable, so compressed caches are slower on this CPU: %s", problem)
+        return problem
 
     def runs_on(self, device: torch.device, asked: bool = False) -> bool:
         return device.type == "cpu"
@@ -58,12 +62,3 @@ class CppBackend(TorchBackend):
         self, call: AttentionCall, keys: View, values: View, rows: torch.Tensor, page: int
     ) -> torch.Tensor:
         return launch.attend(call, keys, values, rows, page)
-
-
-@cache
-def _problem() -> str | None:
-    """Compile the C++ code if needed; return why it is unavailable, or None."""
-    problem: str | None = build.problem()
-    if problem:
-        logger.warning("the C++ kernels are unavailable, so compressed caches are slower on this CPU: %s", problem)
-    return problem

@@ -358,16 +358,14 @@ def _budget(
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:
     """Check methods against the model's config, and return the model's RoPE layout if a method needs it."""
-    head_dim = None
-    if getattr(config, "kv_lora_rank", None) is None:
-        head_dim = head_dim_of(config)
+    head_dim = None if getattr(config, "kv_lora_rank", None) is not None else head_dim_of(config)
     uses = {plan.rope_use(side) for plan in plans.values() for side in SIDES}
     rope = rope_layout(config, head_dim) if head_dim and uses - {"none"} else None
     for index, plan in plans.items():
         for side in SIDES:
             chosen = plan.side(side)
             if head_dim is not None:
-                chosen.codec().layout(chosen.options(), side, head_dim)
+                plan.layout(side, head_dim)
             rotates = rope is not None and layer_has_rope(config, index)
             if not rotates and chosen.codec().needs_rope(chosen.options(), side):
                 raise ValueError(

@@ -295,13 +295,10 @@ class Codec(ABC):
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in a value, including those in containers and dataclasses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors_in(vars(value))

@@ -1,6 +1,8 @@
 """Pack integer codes into bit planes and unpack them, in torch; the reference for the kernels."""
 
 import sys
+from functools import reduce
+from operator import or_
 
 import torch
 
@@ -22,17 +24,13 @@ def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
 
 def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
     """Inverse of `pack`: int64 codes `[..., width]`."""
-    codes: torch.Tensor | None = None
-    shift = 0
+    parts, shift = [], 0
     for plane, words in zip(PLANES[bits], planes, strict=True):
         shifts = plane * torch.arange(CODES_PER_WORD, device=words.device)
         fields = (words.to(torch.int64).unsqueeze(-2) >> shifts[:, None]) & (2**plane - 1)
-        part = fields.flatten(-2) << shift
-        codes = part if codes is None else codes | part
+        parts.append(fields.flatten(-2) << shift)
         shift += plane
-    if codes is None:
-        raise ValueError("no bit planes to unpack")
-    return codes
+    return reduce(or_, parts)
 
 
 def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) -> torch.Tensor:

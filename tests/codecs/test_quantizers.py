@@ -64,11 +64,6 @@ def test_levels_counted_outwards(bits: int) -> None:
     assert torch.equal(unpack(counted[:-1], bits), nearest)
 
 
-def test_too_small_a_dimension() -> None:
-    with pytest.raises(ValueError, match="dim=2 for a Lloyd-Max codebook: at least 3"):
-        lloyd_max_levels(2, 2)
-
-
 MSE = {1: 0.292, 2: 0.0832, 3: 0.0226}
 SCALAR_MSE = {1: 0.3634, 2: 0.1175, 3: 0.03454}
 """Relative squared errors of Lloyd-Max levels (Max, 1960)."""

@@ -23,10 +23,10 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Empty build folder and forgotten state. Tests must not load the code then: a process can only do so once."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     build.problem.cache_clear()
-    cpp._problem.cache_clear()
+    cpp._warn_once.cache_clear()
     yield
     build.problem.cache_clear()
-    cpp._problem.cache_clear()
+    cpp._warn_once.cache_clear()
 
 
 @pytest.fixture

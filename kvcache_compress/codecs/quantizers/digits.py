@@ -10,7 +10,6 @@ each kind, whichever channels they belong to, and kernels see 2-bit and 1-bit co
 """
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -180,21 +179,19 @@ def tables(device: torch.device) -> Tables:
         return Tables(points.to(device), bounds.to(device), codes.to(device), bits)
 
 
-def quantize(
-    y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables, factors: Sequence[float] = SEARCHED
-) -> Fields:
+def quantize(y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables) -> Fields:
     """Bit planes of the digits nearest to channels `y` `[B, H, T, D]`, and the unbiased scale, float32 `[B, H, T]`.
 
     `y` is zero in channels without bits; `deviation` is `[H, D]`. The nearest points are found for every scale in
-    `factors`, in units of the token's RMS over channels with bits, and those with the least error are kept. Sums are in
-    float64, so that all back ends break ties alike.
+    `SEARCHED`, in units of the token's RMS over channels with bits, and those with the least error are kept. Sums are
+    in float64, so that all back ends break ties alike.
     """
     points, bounds, code_of = (table[digits.kind.long()] for table in tables[:3])
     z, energy = y / deviation[:, None], y.double().square().sum(-1)
     coded = (digits.kind > 0).sum(-1).clamp_min(1)
     rms = (z.double().square().sum(-1) / coded[:, None]).sqrt().float().clamp_min(1e-12)
     best: list[torch.Tensor] = []
-    for factor in factors:
+    for factor in SEARCHED:
         nearest = _nearest(z / (rms * factor)[..., None], bounds)
         point = (_of_channel(points, nearest) * deviation[:, None]).double()
         product, square = (y.double() * point).sum(-1), point.square().sum(-1).clamp_min(1e-30)

@@ -48,8 +48,6 @@ def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
     Its mean squared error is least. Levels ascend and are symmetric about zero. Times √dim they approach the Gaussian's
     levels (±.7979 at 1 bit).
     """
-    if dim < 3:
-        raise ValueError(f"dim={dim} for a Lloyd-Max codebook: at least 3 is needed")
     density = _CoordinateDensity(dim)
     half = 2 ** (bits - 1)
     start = density.reach * 0.35 * (torch.arange(half, dtype=torch.float64) + 0.5) / half

@@ -83,8 +83,8 @@ class PolarTree:
 
     @property
     def places(self) -> list[int]:
-        """Location of each level's codes, for the C++ code: six numbers per level, finest first."""
-        numbers = ((x.bits, x.count, x.field, x.offset, x.words, x.base) for x in self.levels)
+        """Location of each level's codes, for the C++ code: seven numbers per level, finest first."""
+        numbers = ((x.bits, x.count, x.field, x.row, x.offset, x.words, x.base) for x in self.levels)
         return [number for level in numbers for number in level]
 
     def fields(self, radius: torch.dtype) -> tuple[Field, ...]:

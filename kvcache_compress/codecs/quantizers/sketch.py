@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from ..device import on_cpu
 from ..transforms.rotation import haar
 
 SketchKind = Literal["orthogonal", "gaussian"]
@@ -23,12 +24,12 @@ def sketch_constant(kind: SketchKind, dim: int, rows: int | None = None) -> floa
     return 1 / (rows * math.sqrt(dim) * mean)
 
 
+@on_cpu()
 def sketch_matrix(kind: SketchKind, dim: int, seed: int, rows: int | None = None) -> torch.Tensor:
     """Sketch S, float32 `[rows, dim]` (default square): Gaussian, or the first rows of stacked √d · Haar rotations."""
     rows = rows or dim
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("cpu"):  # the same numbers for any default device
-        if kind == "gaussian":
-            return torch.randn(rows, dim, generator=generator)
-        blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
-        return torch.cat(blocks)[:rows].float() * math.sqrt(dim)
+    if kind == "gaussian":
+        return torch.randn(rows, dim, generator=generator)
+    blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
+    return torch.cat(blocks)[:rows].float() * math.sqrt(dim)

@@ -61,8 +61,6 @@ class CommVQCodec(Codec):
         super().__init__(options, context)
         file = read_codebooks(options.codebooks)
         heads = file.local_heads(context.heads, context.head_dim)
-        if context.side == "keys" and context.rope is None:
-            raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.scalar: Scalar = options.scalar or "match"
         tensors = file.load(f"{context.side}.{context.layer}.", context.device)
         self.books: ResidualBooks | BitEncoder

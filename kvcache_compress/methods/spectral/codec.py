@@ -22,7 +22,6 @@ from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim
 from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers.digits import (
     MOST_BITS,
-    SEARCHED,
     DigitCodes,
     digit_codes,
     digit_counts,
@@ -97,10 +96,7 @@ class SpectralCodec(LinearCodec):
         file = _file(options)
         if file is not None:
             heads = file.local_heads(context.heads, context.head_dim)
-            tensors = _of_file(file, context.layer, device, heads.start, heads.stop)
-            if file.facts.rope and context.rope is None:
-                raise ValueError("spectral needs the model's rotary position embeddings, with which it was calibrated")
-            self._use(tensors)
+            self._use(_of_file(file, context.layer, device, heads.start, heads.stop))
 
     def _use(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set everything that depends on a layer's tensors, as `_coded` makes them."""
@@ -229,7 +225,7 @@ class SpectralCodec(LinearCodec):
             x = x - means
         y = x.flatten(2, 3) @ self.encode_basis
         encode = getattr(self.native, "quantize_digits", quantize)
-        *planes, scale = encode(y, self.deviation, self.digits, tables(y.device), SEARCHED)
+        *planes, scale = encode(y, self.deviation, self.digits, tables(y.device))
         return *planes, scale.clamp(max=SCALE_MAX).to(torch.float16).unflatten(2, (-1, self.group))
 
     def parts(self, fields: Fields) -> Iterator[Part]:

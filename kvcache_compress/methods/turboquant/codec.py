@@ -97,7 +97,14 @@ class TurboQuantCodec(LinearCodec):
         self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
         self.components = build_components(options.estimator, options.codebook, self.sets, context.device)
-        self._rotations, self._sketches = self._build_rotations()
+        # Rotations R and, for `prod`, sketches S of the channel sets, each float32 `[width, width]`.
+        seed_of, device = partial(context.seed_of, shared=options.shared_rotation), context.device
+        self._rotations: list[torch.Tensor] = []
+        self._sketches: list[torch.Tensor] = []
+        for index, (width, _) in enumerate(self.sets):
+            self._rotations.append(random_rotation(width, seed_of(f"rotation {index}")).to(device))
+            if options.estimator == "prod":
+                self._sketches.append(sketch_matrix(options.sketch, width, seed_of(f"sketch {index}")).to(device))
         if len(self.sets) == 1:
             self._set_basis(None)
 
@@ -113,16 +120,6 @@ class TurboQuantCodec(LinearCodec):
                 part = f"{prefix}{'sketch_' if sketch else ''}"
                 fields += (*code_fields(bits, width, part), Field(f"{part}scale", torch.float16))
         return fields
-
-    def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Rotations R and, for `prod`, sketches S of the channel sets, each float32 `[width, width]`."""
-        seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
-        kind, device, rotations, sketches = self.options.sketch, self.context.device, [], []
-        for index, (width, _) in enumerate(self.sets):
-            rotations.append(random_rotation(width, seed_of(f"rotation {index}")).to(device))
-            if self.options.estimator == "prod":
-                sketches.append(sketch_matrix(kind, width, seed_of(f"sketch {index}")).to(device))
-        return tuple(rotations), tuple(sketches)
 
     def _set_basis(self, order: torch.Tensor | None) -> None:
         """Build the basis; `order` `[H, head_dim]` has each head's channels, outliers first; None for one set."""
@@ -146,7 +143,7 @@ class TurboQuantCodec(LinearCodec):
         kept = {c.channel_set: self.basis[:, c.rows] for c in self.components if not c.sketch}
         self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
         if order is None:
-            self._rotations = ()
+            self._rotations = []
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure `mean` and `factors` of keys, and for fractional bits the `energy` `[H, D]` of equalized channels."""
