@@ -1,7 +1,5 @@
 """Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one."""
 
-import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +27,6 @@ class DecodeTime:
         milliseconds: median time of one layer and step.
         gigabytes_per_second: stored bytes of the layer, divided by that time.
         bits: stored bits per number, everything in the layer counted; 16 or 32 for uncompressed caches.
-        speedup: speed-up over `full` at the same batch and length.
-        bound: speed-up that the number of bytes would allow.
         attention_error: relative error of some rows, compared before the timing (`compare.py`).
         libraries: only for `full`: milliseconds of each attention function, or why it was not timed.
         call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
@@ -45,8 +41,6 @@ class DecodeTime:
     milliseconds: float | None = None
     gigabytes_per_second: float | None = None
     bits: float | None = None
-    speedup: float | None = None
-    bound: float | None = None
     attention_error: float | None = None
     libraries: dict[str, float | str] | None = None
     call: str = "plain"
@@ -145,33 +139,6 @@ def random_view(
     slots = Slots(windows[0], tokens, windows[1], count, rows)
     keys, values = (replace(side, slots=slots, backend=backend, capacity=count) for side in (keys, values))
     return keys, values, query
-
-
-def measure_decode(
-    presets: Sequence[str],
-    name: str,
-    shape: Shape,
-    batches: Sequence[int],
-    lengths: Sequence[int],
-    device: torch.device,
-    repeats: int = 20,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Iterator[DecodeTime]:
-    """Measure full and compressed attention in `dtype` for every batch and length, and yield each row at once.
-
-    A failure becomes a row with its `error`.
-    """
-    for batch, tokens in itertools.product(batches, lengths):
-        call, full = (name, shape, batch, tokens, device, dtype, repeats), None
-        for cache in ("full", *presets):
-            try:
-                row = compressed_time(cache, *call) if full else full_time(*call)
-            except Exception as error:
-                row = DecodeTime(cache, name, batch, tokens, error=error_message(error))
-            full = full or row
-            if row.milliseconds and row.bits and full.milliseconds and full.bits:
-                row = replace(row, speedup=full.milliseconds / row.milliseconds, bound=full.bits / row.bits)
-            yield row
 
 
 def _stored(side: View) -> int:

@@ -4,13 +4,13 @@ import warnings
 
 import typer
 
-from . import bench, calibrate, demo, evaluate, installation, memory, presets, tune
+from . import calibrate, demo, evaluate, installation, memory, presets, tune
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
 )
 for _command in (
-    demo.demo, presets.presets, memory.memory, calibrate.calibrate, tune.tune, bench.bench,
+    demo.demo, presets.presets, memory.memory, calibrate.calibrate, tune.tune,
     installation.build, installation.doctor,
 ):  # fmt: skip
     app.command()(_command)

@@ -68,12 +68,11 @@ def test_memory_of_one_preset_in_sensible_units() -> None:
     assert runner.invoke(app, ["memory", "--context", "long"]).exit_code == 1
 
 
-def test_memory_of_models_that_bench_knows() -> None:
-    """`memory` and `bench` know the same models by name; no folder and no repository of the hub is called so."""
+def test_memory_of_known_models() -> None:
+    """`memory` knows models by name; no folder and no repository of the hub is called so."""
     output = runner.invoke(app, ["memory", "--model", "smollm2-135m"]).output
     assert "smollm2-135m: 30 full-attention layers with 3 key/value heads of 64" in " ".join(output.split())
-    for name in MODELS:
-        assert all(name in runner.invoke(app, [command, "--help"]).output for command in ("memory", "bench"))
+    assert all(name in runner.invoke(app, ["memory", "--help"]).output for name in MODELS)
 
 
 def test_doctor_names_the_backend() -> None:
@@ -180,8 +179,7 @@ def test_files_and_names(folder: Path) -> None:
     for value in (*paths, *NAMES, NOWHERE):
         refused("demo", "--preset", value, "--model", NOWHERE)
         refused("eval", "perplexity", "--cache", value)
-        refused("bench", "--preset", value, "--device", "cpu", "--tokens", "16")
-        for command in ("memory", "bench", "demo"):
+        for command in ("memory", "demo"):
             refused(command, "--model", value)
         if value != str(folder / "text.txt"):
             refused("calibrate", "--text", value, "--output", str(folder / "out"), "--model", NOWHERE)
@@ -189,13 +187,10 @@ def test_files_and_names(folder: Path) -> None:
             refused("eval", command, value)
     for value in DEVICES[:-1]:
         refused("calibrate", "--text", paths[0], "--output", str(folder / "out"), "--device", value, "--model", NOWHERE)
-        assert f"device={value!r}" in refused("bench", "--device", value)
         said = refused("eval", "perplexity", "--model", str(folder / "model"), "--device", value)
         assert f"device={value!r} is unavailable: " in said
     for value in ("int8", "float64", ""):
-        refused("bench", "--dtype", value)
         refused("eval", "perplexity", "--dtype", value, "--model", NOWHERE)
-    assert f"no folder '{NOWHERE}'" in refused("bench", "--output", f"{NOWHERE}/bench.json")
     assert "did you mean 'turboquant-4bit'" in refused("demo", "--preset", "turboquant-4bits")
     for command in ("presets", "doctor", "memory", "nothing"):
         refused(command, "more")
