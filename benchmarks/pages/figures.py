@@ -2,10 +2,12 @@
 
 python benchmarks/pages/figures.py
 
-`--check` only compares the pages with `figures.yaml`. Figures between markers come from result files by `readme.py`.
+`--check` only compares the pages with `figures.yaml`, and the results' commits with the history. Figures between markers come from result files by `readme.py`.
 """
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,10 +44,24 @@ def problems(figures: list[dict[str, str]]) -> list[str]:
     return found + [f"{page}: no such page" for page in known]
 
 
+def unknown_commits() -> list[str]:
+    """Result files with a row whose commit is not in the history, if that is whole."""
+    if (ROOT / ".git" / "shallow").exists():
+        return []
+    run = subprocess.run(["git", "rev-list", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    known = {commit[:7] for commit in run.stdout.split()}
+    return [
+        f"{path.name}: {commit} is not in the history"
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+        for commit in {str(json.loads(line).get("commit"))[:7] for line in path.read_text("utf-8").splitlines()}
+        if commit not in known
+    ]
+
+
 def main() -> None:
     figures = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     if "--check" in sys.argv[1:]:
-        sys.exit("\n".join(problems(figures)) or None)
+        sys.exit("\n".join(problems(figures) + unknown_commits()) or None)
     for figure in figures:
         print(f"{figure['page']}: {figure['says']}\n    {figure['command']}")
 
