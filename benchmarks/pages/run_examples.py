@@ -1,7 +1,7 @@
 """Run the commands of `examples/README.md`, and write what they print into it.
 
 python benchmarks/pages/run_examples.py
-python benchmarks/pages/run_examples.py chat compare
+python benchmarks/pages/run_examples.py compare own_method
 """
 
 import contextlib
