@@ -9,7 +9,7 @@ which does not change its times.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,13 +36,6 @@ PRESETS = (
 SHAPE, MLP = SHAPES["llama-3.1-8b"], 14_336
 """Shape of attention, and hidden size, of the layer whose prompt is timed."""
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-
-
-def thread_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds of this thread's processor time, which other programs hardly disturb."""
-    begun = time.thread_time()
-    call()
-    return 1000 * (time.thread_time() - begun)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -165,18 +158,23 @@ def prompt_rows(layer: LlamaModel, presets: list[str], tokens: int, turns: int) 
 
 
 def time_prompt(layer: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds that a prompt `[1, T]` takes, and the part of them that the cache's `update` takes."""
+    """Seconds that a prompt `[1, T]` takes, and the part of them that the cache's `update` takes.
+
+    They are this thread's processor time, which other programs hardly disturb.
+    """
     spent: list[float] = []
     update = cache.update
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        states: list[Any] = []
-        spent.append(thread_ms(lambda: states.append(update(*args, **kwargs))) / 1000)
-        return states[0]
+        begun = time.thread_time()
+        states = update(*args, **kwargs)
+        spent.append(time.thread_time() - begun)
+        return states
 
     cache.update = timed
-    seconds = thread_ms(lambda: layer(ids, **{cache_argument(): cache})) / 1000
-    return seconds, sum(spent)
+    begun = time.thread_time()
+    layer(ids, **{cache_argument(): cache})
+    return time.thread_time() - begun, sum(spent)
 
 
 if __name__ == "__main__":

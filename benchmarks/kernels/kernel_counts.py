@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -58,25 +58,14 @@ GROWING = ("turn_kernel", "attend_kernel")
 """Kernels whose work grows with the tokens."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Counts of a kernel: per packed token and key head if it is `GROWING`, else per launch for `HEADS` key heads.
+Counts = dict[str, Any]
+"""Counts of a kernel: per packed token and key head if it is `GROWING`, else per launch for `HEADS` key heads.
 
-    Attributes:
-        instructions: instructions of warps, by class.
-        touched, needed: global-memory sectors that accesses touch, and that would hold as many bytes.
-        turns, least: shared-memory wavefronts, and how many there would be without bank conflicts.
-        worst: lines of Triton with most sectors and wavefronts beyond that.
-    """
-
-    instructions: dict[str, float]
-    touched: float
-    needed: float
-    turns: float
-    least: float
-    worst: list[str]
-
-
+- `instructions`: instructions of warps, by class.
+- `touched`, `needed`: global-memory sectors that accesses touch, and that would hold as many bytes.
+- `turns`, `least`: shared-memory wavefronts, and how many there would be without bank conflicts.
+- `worst`: lines of Triton with most sectors and wavefronts beyond that.
+"""
 Table = dict[str, dict[str, Counts]]
 """Counts by variant and kernel."""
 
@@ -150,7 +139,7 @@ def counted(after: Launched, before: Launched | None, share: int) -> Counts:
             excess[f"turns, {turns / least:.1f} times the least: {place}"] += turns - least
     figures = {kind: accesses[kind] / share for kind in ("touched", "needed", "turns", "least")}
     worst = [f"{count / share:,.2f} more {text}" for text, count in excess.most_common(5)]
-    return Counts({kind: count / share for kind, count in classes.items()}, **figures, worst=worst)
+    return {"instructions": {kind: count / share for kind, count in classes.items()}, **figures, "worst": worst}
 
 
 def markdown(table: Table) -> str:
@@ -160,18 +149,18 @@ def markdown(table: Table) -> str:
         stored = stored_bytes(name)
         for kernel in filter(kernels.__contains__, GROWING):
             row = kernels[kernel]
-            warps = [sum(row.instructions.values()), *row.instructions.values()]
+            warps = [sum(row["instructions"].values()), *row["instructions"].values()]
             cells = [f"{name}, {kernel.removesuffix('_kernel')}"]
             cells += [f"{32 * count / (2 * HEAD_DIM):.2f}" for count in warps]
-            cells.append(f"{stored:.0f} / {SECTOR * row.touched:,.0f}")
-            cells += [f"{row.touched / row.needed:.2f}", f"{row.turns / row.least:.2f}"]
+            cells.append(f"{stored:.0f} / {SECTOR * row['touched']:,.0f}")
+            cells += [f"{row['touched'] / row['needed']:.2f}", f"{row['turns'] / row['least']:.2f}"]
             lines.append(cells)
     return markdown_table(["kernel", "all", *CLASSES, "bytes", "sectors", "turns"], lines)
 
 
 def load() -> Table:
-    kernels = json.loads(RESULTS.read_text())["kernels"]
-    return {name: {kernel: Counts(**counts) for kernel, counts in row.items()} for name, row in kernels.items()}
+    table: Table = json.loads(RESULTS.read_text())["kernels"]
+    return table
 
 
 def save(table: Table) -> None:
@@ -179,7 +168,7 @@ def save(table: Table) -> None:
         "command": "python benchmarks/kernels/kernel_counts.py",
         "hardware": f"none: compiled for {TARGET} and emulated",
         "versions": {"python": platform.python_version(), "triton": importlib.metadata.version("triton")},
-        "kernels": {name: {kernel: asdict(counts) for kernel, counts in row.items()} for name, row in table.items()},
+        "kernels": table,
     }
     write_atomically(RESULTS, json.dumps(content, indent=1) + "\n")
 
@@ -200,7 +189,7 @@ def main(
     for name in only or PRESETS:
         measured[name] = measure(name, emulator)
         for kernel, counts in measured[name].items():
-            print(f"{name}, {kernel}", *counts.worst, sep="\n  ", flush=True)
+            print(f"{name}, {kernel}", *counts["worst"], sep="\n  ", flush=True)
     print(markdown(measured))
     save({name: measured[name] for name in PRESETS})
 

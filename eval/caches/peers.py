@@ -11,7 +11,6 @@ So the size of the steps matters for hqq and quanto. A continuation fed in one p
 """
 
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel, QuantizedCache
+
+from kvcache_compress.validation import require
 
 from .caches import CacheSpec, Measured
 
@@ -51,12 +52,7 @@ def grouped_cache(
         ImportError: The package is not installed.
     """
     module, axis = {"hqq": ("hqq", 1), "quanto": ("optimum.quanto", 0)}[backend]
-    try:
-        installed = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
-        installed = False
-    if not installed:
-        raise ImportError(f'cache {backend}-{bits} needs {module}: pip install "kvcache-compress[peers]"')
+    require(module, f"caches of {backend}", module, "peers")
     options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": group_size}
     options["residual_length"] = residual_length
 
@@ -70,12 +66,11 @@ def grouped_cache(
 
 
 PEERS: dict[str, Callable[..., CacheSpec]] = {
-    "hqq-4": functools.partial(grouped_cache, "hqq", 4),
-    "hqq-2": functools.partial(grouped_cache, "hqq", 2),
-    "quanto-4": functools.partial(grouped_cache, "quanto", 4),
-    "quanto-2": functools.partial(grouped_cache, "quanto", 2),
-    "fp8": fp8_cache,
+    f"{backend}-{bits}": functools.partial(grouped_cache, backend, bits)
+    for backend in ("hqq", "quanto")
+    for bits in (4, 2)
 }
+PEERS["fp8"] = fp8_cache
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +21,6 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c
 SETTINGS = {"text.parse_math": False, "font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.5}
 """Without mathematics, `$` in a name is no formula."""
 MARKERS = "os^DvPXph<>"
-Grid = dict[tuple[float, float], float]
-"""Mean score by length and depth."""
 NAME = 26
 """Characters of a cache's name that a plot has room for."""
 
@@ -81,21 +78,13 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
     return True
 
 
-def needle_grids(table: Table, column: Column) -> dict[str, Grid]:
-    """Mean scores by length and depth, for each cache that has finished a needle benchmark."""
-    grids: dict[str, Grid] = {}
-    for row in table.rows if column.kind == "needle" else ():
-        if row.score(column) is not None:
-            scores: dict[tuple[float, float], list[float]] = {}
-            for record in row.cells[column.name].records:
-                scores.setdefault((record["length"], record["depth"]), []).append(record["score"])
-            grids[row.cache] = {place: statistics.fmean(of_place) for place, of_place in scores.items()}
-    return grids
-
-
 def plot_needles(table: Table, column: Column, path: Path) -> bool:
     """Plot a heat map per cache, all on one scale; False if there is nothing to plot."""
-    if not (grids := needle_grids(table, column)):
+    from pandas import DataFrame
+
+    finished = [row for row in table.rows if column.kind == "needle" and row.score(column) is not None]
+    grids = {row.cache: DataFrame(row.cells[column.name].records) for row in finished}
+    if not grids:
         return False
     width = min(5, len(grids))
     height = -(-len(grids) // width)
@@ -104,13 +93,12 @@ def plot_needles(table: Table, column: Column, path: Path) -> bool:
         for ax in panels:
             ax.grid(visible=False)
             ax.set_axis_off()
-        for ax, (cache, grid) in zip(panels, grids.items(), strict=False):
-            lengths, depths = (sorted({place[axis] for place in grid}) for axis in (0, 1))
-            scores = [[grid.get((length, depth), float("nan")) for length in lengths] for depth in depths]
-            image = ax.imshow(scores, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for ax, (cache, records) in zip(panels, grids.items(), strict=False):
+            grid = records.pivot_table("score", "depth", "length")  # means
+            image = ax.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             ax.set_axis_on()
-            ax.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths], rotation=90)
-            ax.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+            ax.set_xticks(range(len(grid.columns)), [f"{length:g}" for length in grid.columns], rotation=90)
+            ax.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
             ax.set_title(shortened(cache, NAME), fontsize=8)
         figure.supxlabel("prompt length, tokens", fontsize=9)
         figure.supylabel("depth of the needle", fontsize=9)

@@ -73,8 +73,8 @@ class CachedLM(HFLM):
             for text, *_, answer_ids in members:
                 run = shared.run(self.spec)
                 self.packed_tokens.append(run.measured.packed_tokens)
-                answer = force_answer(run, answer_ids, self.step)
-                scored.append((answer.logprobs.sum().item(), bool(answer.exact)))
+                logprobs, exact = force_answer(run, answer_ids, self.step)
+                scored.append((logprobs.sum().item(), exact))
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, scored[-1])
         return scored

@@ -23,6 +23,7 @@ from kvcache_compress.eval.provenance.results import (
     without_folders,
 )
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
+from kvcache_compress.files.lock import only_one
 
 from .processes import OneProcess
 from .progress import Progress
@@ -78,7 +79,7 @@ class Runner:
         check_distinct("caches", [spec.name for spec in specs])
         with ExitStack() as stack:
             if self.table.path is not None and self.processes.index == 0:
-                stack.enter_context(self.table.lock())
+                stack.enter_context(only_one(self.table.path.with_name(f"{self.table.path.name}.lock")))
             self.processes.gather(None)  # no process reads records while another run adds some
             return self._run_alone(name, benchmark, specs)
 
@@ -106,14 +107,11 @@ class Runner:
         """The samples, or an error message."""
         try:
             samples = benchmark.samples(self.model, self.tokenizer)
+            if not samples:
+                raise ValueError(f"benchmark {name}: no samples")
+            check_distinct(f"benchmark {name}: ids of samples", [sample.id for sample in samples])
         except Exception as error:
             return [], error_message(error)
-        if not samples:
-            return [], f"benchmark {name}: no samples"
-        try:
-            check_distinct(f"benchmark {name}: ids of samples", [sample.id for sample in samples])
-        except ValueError as error:
-            return [], str(error)
         return samples, None
 
     @cached_property

@@ -11,14 +11,12 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.tasks.benchmark import Record
-from kvcache_compress.files.lock import only_one
 from kvcache_compress.files.text import parse_json, read_text
 
 SUFFIX = ".jsonl"
@@ -100,11 +98,6 @@ class ResultTable:
         if path is not None and (path.suffix != SUFFIX or path.is_dir()):
             raise ValueError(f"output={str(path)!r}: must be a file whose name ends in {SUFFIX}")
         self.read()
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Lock the table, after waiting for another run that holds it."""
-        assert self.path is not None
-        return only_one(self.path.with_name(f"{self.path.name}.lock"))
 
     def read(self) -> None:
         """Read what other processes have written meanwhile."""

@@ -23,7 +23,7 @@ from kvcache_compress.validation import AnyList, AnyPath, Seed, quoted, require
 
 from .benchmark import Benchmark, Record, Sample
 from .haystack import haystack_words, hide
-from .samples import as_chat, force_answer, generate_text, length_problem, make_sample, split_ids, text_ids, with_space
+from .samples import as_chat, force_answer, generate_text, make_sample, split_ids, text_ids, too_long, with_space
 
 Mode = Literal["needle", "passkey"]
 Scoring = Literal["generate", "forced"]
@@ -116,13 +116,13 @@ class Needle(Benchmark):
         return [why for length in self.lengths if (why := self._length_problem(model, length)) is not None]
 
     def _length_problem(self, model: PreTrainedModel, length: int) -> str | None:
-        return length_problem(model, length + self.max_new_tokens, f"lengths={length}")
+        return too_long(model, length + self.max_new_tokens, f"lengths={length}")
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         place = {"length": sample.data["length"], "depth": sample.data["depth"]}
         if self._scoring == "forced":
-            answer = force_answer(run, sample.data["answer_ids"])
-            return {**place, "score": answer.exact, "logprob": answer.logprob}
+            logprobs, exact = force_answer(run, sample.data["answer_ids"])
+            return {**place, "score": float(exact), "logprob": logprobs.mean().item()}
         text = generate_text(run, tokenizer, self.max_new_tokens)
         judge = passkey_found if self.mode == "passkey" else word_recall
         return {**place, "score": judge(sample.data["answer"], text), "text": text}

@@ -22,7 +22,7 @@ from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation import AnyPath, quoted
 
 from .benchmark import Benchmark, Record, Sample
-from .samples import as_chat, check_fits, force_answer, generate_text, make_sample, read_jsonl, split_ids, with_space
+from .samples import as_chat, force_answer, generate_text, make_sample, read_jsonl, split_ids, too_long, with_space
 
 Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
 Scoring = Literal["generate", "forced"]
@@ -68,8 +68,8 @@ class Ruler(Benchmark):
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         about = {"task": sample.data["task"], "length": sample.data["length"]}
         if self.scoring == "forced":
-            answer = force_answer(run, sample.data["answer_ids"])
-            return {**about, "score": answer.exact, "logprob": answer.logprob}
+            logprobs, exact = force_answer(run, sample.data["answer_ids"])
+            return {**about, "score": float(exact), "logprob": logprobs.mean().item()}
         text = generate_text(run, tokenizer, sample.data["max_new_tokens"])
         judge = string_match_part if sample.data["kind"] == "qa" else string_match_all
         return {**about, "score": judge(text, sample.data["references"]), "text": text}
@@ -119,7 +119,8 @@ class Ruler(Benchmark):
                 **({"answer_ids": forced[0]} if forced else {}),
             }
             new = len(forced[0]) if forced else data["max_new_tokens"]
-            check_fits(model, len(prompt_ids) + len(question_ids) + new, where)
+            if problem := too_long(model, len(prompt_ids) + len(question_ids) + new, where):
+                raise ValueError(problem)
             samples.append(
                 make_sample(f"{name}/{number}", prompt_ids, question_ids, data, cached_question=self.cached_question)
             )

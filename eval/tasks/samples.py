@@ -1,7 +1,6 @@
 """Helpers of benchmarks: rows of a .jsonl file, tokenized prompts, forced and generated answers."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,7 @@ def with_space(before: str, after: str) -> str:
     return after if not before or before[-1].isspace() else f" {after}"
 
 
-def check_fits(model: PreTrainedModel, tokens: int, what: str) -> None:
-    """Raise ValueError if the model has positions for fewer tokens."""
-    if (problem := length_problem(model, tokens, what)) is not None:
-        raise ValueError(problem)
-
-
-def length_problem(model: PreTrainedModel, tokens: int, what: str) -> str | None:
+def too_long(model: PreTrainedModel, tokens: int, what: str) -> str | None:
     """Say that the model has positions for fewer tokens; None if they fit."""
     positions = positions_of(model)
     if positions is None or tokens <= positions:
@@ -105,39 +98,20 @@ def length_problem(model: PreTrainedModel, tokens: int, what: str) -> str | None
     return f"{what}: {tokens} tokens with the answer, but the model has only {positions} positions"
 
 
-@dataclass(frozen=True)
-class ForcedAnswer:
-    """A known answer, fed through a cache.
-
-    Attributes:
-        logprobs: natural logarithm of each token's probability given all tokens before it, `[S]`.
-        greedy: True for each token that is the most likely one, `[S]`.
-    """
-
-    logprobs: torch.Tensor
-    greedy: torch.Tensor
-
-    @property
-    def logprob(self) -> float:
-        """Mean log-probability per token."""
-        return self.logprobs.mean().item()
-
-    @property
-    def exact(self) -> float:
-        """1 if greedy decoding would give this answer, else 0."""
-        return float(self.greedy.all())
-
-
-def force_answer(run: CacheRun, ids: Sequence[int], step: int = STEP_TOKENS) -> ForcedAnswer:
+def force_answer(run: CacheRun, ids: Sequence[int], step: int = STEP_TOKENS) -> tuple[torch.Tensor, bool]:
     """Feed an answer's token ids through a cache, `step` per pass, as the run's one continuation.
 
     The last token is not fed, because nothing follows it.
+
+    Returns:
+        The natural logarithm of each token's probability given all tokens before it, `[S]`, and whether greedy decoding
+        would give this answer.
     """
     targets = torch.tensor(ids)
     logits = run.forced(targets[:-1], step)
     targets = targets.to(logits.device)
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    return ForcedAnswer(logprobs.cpu(), (logits.argmax(-1) == targets).cpu())
+    return logprobs.cpu(), bool((logits.argmax(-1) == targets).all())
 
 
 def generate_text(

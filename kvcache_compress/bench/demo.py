@@ -11,7 +11,7 @@ from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
-from kvcache_compress.eval.tasks.samples import check_fits
+from kvcache_compress.eval.tasks.samples import too_long
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
@@ -35,7 +35,8 @@ class Demo:
         enable_fused_attention(self._model)
         self._prompt = _prompt(self._tokenizer, DEFAULT_TEXT.read_text(encoding="utf-8"))
         self.prompt_tokens = self._prompt.shape[1]
-        check_fits(self._model, self.prompt_tokens + new_tokens, "the text, the question and the new tokens")
+        if problem := too_long(self._model, self.prompt_tokens + new_tokens, "the text and the question"):
+            raise ValueError(problem)
         for name in self.names:  # compiles what needs to be compiled, before anything is timed
             self._generate(self._prompt[:, :WARM_TOKENS], self._specs[name].make(self._model), 2, None)
 

@@ -119,7 +119,7 @@ def test_codes_are_read_once(table: kernel_counts.Table, name: str) -> None:
     """Accesses to global memory touch no more sectors than hold the stored bytes."""
     counts = table[name]["attend_kernel"]
     stored = kernel_counts.stored_bytes(name)
-    assert counts.touched == counts.needed == stored / kernel_counts.SECTOR
+    assert counts["touched"] == counts["needed"] == stored / kernel_counts.SECTOR
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from kvcache_compress.eval.tasks.samples import force_answer, generate_text, mak
 from kvcache_compress.validation import AnyPath, AnyTuple
 
 from .data import TASKS, Row, Task, Version, load_rows
-from .prompts import Template, encode_prompt, read_templates
+from .prompts import encode_prompt, fill, read_templates
 from .scores import aggregate, best_score, first_line
 
 ChatTemplate = Literal["auto", "on", "off"]
@@ -63,7 +63,7 @@ class LongBench(Benchmark):
         return [self._sample(row, templates, tokenizer, positions_of(model)) for row in rows]
 
     def _sample(
-        self, row: Row, templates: dict[Task, Template], tokenizer: PreTrainedTokenizerBase, positions: int | None
+        self, row: Row, templates: dict[Task, str], tokenizer: PreTrainedTokenizerBase, positions: int | None
     ) -> Sample:
         new = self.max_new_tokens or row.task.max_new_tokens
         available = None if positions is None else positions - new
@@ -74,7 +74,7 @@ class LongBench(Benchmark):
             )
         has_template = bool(getattr(tokenizer, "chat_template", None))
         chat = self.chat_template == "on" or (self.chat_template == "auto" and has_template and row.task.chat)
-        before, after = templates[row.task].fill(row.context, row.input)
+        before, after = fill(templates[row.task], row.context, row.input)
         prompt, question, cut = encode_prompt(
             tokenizer, before, after, chat=chat, limit=limit, split=self.cached_question
         )
@@ -109,8 +109,8 @@ class LongBench(Benchmark):
         counted = first_line(prediction) if task.first_line else prediction
         score = best_score(task.metric, counted, data["answers"], data["classes"])
         about = {"task": task.name, "labels": list(data["labels"]), "cut": data["cut"]}
-        logprob = force_answer(run.prefill.run(run.spec), data["answer_ids"]).logprob
-        return {**about, "prediction": prediction, "score": score, "logprob": logprob}
+        logprobs, _ = force_answer(run.prefill.run(run.spec), data["answer_ids"])
+        return {**about, "prediction": prediction, "score": score, "logprob": logprobs.mean().item()}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Scores in per cent, and `logprob`, the mean over tasks, and `logprob.TASK` in nats.

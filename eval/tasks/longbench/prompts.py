@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -16,45 +15,24 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _CONTENT = "THE PROMPT ITSELF"
 
 
-@dataclass(frozen=True)
-class Template:
-    """A prompt, split after its context, with the placeholders `{context}` and `{input}`."""
-
-    before: str
-    after: str
-
-    @classmethod
-    def parse(cls, text: str, where: str) -> "Template":
-        """Split a template after its context; `where` is its name in messages.
-
-        Raises:
-            ValueError: There is another placeholder, or `{context}` does not appear exactly once.
-        """
-        for name in _PLACEHOLDER.findall(text):
-            if name not in ("context", "input"):
-                raise ValueError(f"{where}: placeholder {{{name}}} must be one of {{context}}, {{input}}")
-        parts = text.split("{context}")
-        if len(parts) != 2:
-            raise ValueError(f"{where}: needs exactly one placeholder {{context}}, but has {len(parts) - 1}")
-        return cls(parts[0] + "{context}", parts[1])
-
-    def fill(self, context: str, question: str) -> tuple[str, str]:
-        """Fill both parts with a row's fields. Braces in the fields stay as they are."""
-        fields = {"context": context, "input": question}
-        before, after = (_PLACEHOLDER.sub(lambda match: fields[match[1]], part) for part in (self.before, self.after))
-        return before, after
+def fill(template: str, context: str, question: str) -> tuple[str, str]:
+    """Fill in a row's fields; the text is split after the context. Braces in the fields stay as they are."""
+    before, _, after = template.partition("{context}")
+    fields = {"context": context, "input": question}
+    before, after = (_PLACEHOLDER.sub(lambda match: fields[match[1]], part) for part in (before, after))
+    return before + context, after
 
 
-def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Template]:
+def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, str]:
     """Read the templates of tasks.
 
     Args:
-        path: YAML or JSON file with a template by task, such as the benchmark's `dataset2prompt.json`. By default the
-            package's `prompts.yaml`.
+        path: YAML or JSON file with a template by task, such as the benchmark's `dataset2prompt.json`: a text with
+            `{context}` and perhaps `{input}`. By default the package's `prompts.yaml`.
         tasks: tasks whose templates are read.
 
     Raises:
-        ValueError: The file is missing, has another form, or lacks one of the tasks.
+        ValueError: The file is missing, has another form, or lacks one of the tasks; or a template is wrong.
     """
     path = path or OWN_PROMPTS
     name = f"prompts={str(path)!r}"
@@ -63,7 +41,12 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
         raise ValueError(f"{name}: must be a mapping of task names to templates, which are texts")
     if missing := [task.name for task in tasks if task.name not in texts]:
         raise ValueError(f"{name}: no template for {', '.join(missing)}")
-    return {task: Template.parse(texts[task.name], f"{name}, {task.name}") for task in tasks}
+    templates = {task: texts[task.name] for task in tasks}
+    for task, text in templates.items():
+        found = _PLACEHOLDER.findall(text)
+        if found.count("context") != 1 or not {*found} <= {"context", "input"}:
+            raise ValueError(f"{name}, {task.name}: needs {{context}} once, and no other but {{input}} (got {found})")
+    return templates
 
 
 def encode_prompt(

@@ -20,7 +20,7 @@ from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.haystack import haystack_words, hide, plain_sentences, words_of
 from kvcache_compress.eval.tasks.needle import INTRODUCTION, WORDINGS, Needle, passkey_found, word_recall
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
-from kvcache_compress.eval.tasks.samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, split_ids
+from kvcache_compress.eval.tasks.samples import as_chat, force_answer, generate_text, read_jsonl, split_ids, too_long
 
 TEXT = words_of("One two. Three four five. Six.")
 
@@ -333,13 +333,11 @@ def test_chat_switches_thinking_off() -> None:
 def test_forced_answer_by_hand() -> None:
     logits = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]]).log()
     run = GivenRun(logits=logits + 2)
-    answer = force_answer(run, [2, 1])
+    logprobs, exact = force_answer(run, [2, 1])
     assert run.fed == [2]  # nothing follows the last token
-    assert answer.logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.2)])
-    assert answer.greedy.tolist() == [True, False]
-    assert answer.logprob == pytest.approx((math.log(0.5) + math.log(0.2)) / 2)
-    assert answer.exact == 0
-    assert force_answer(run, [2, 0]).exact == 1
+    assert logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.2)])
+    assert not exact
+    assert force_answer(run, [2, 0])[1]
 
 
 def test_generated_text_ends_where_the_model_ends() -> None:
@@ -354,6 +352,5 @@ def test_generated_text_ends_where_the_model_ends() -> None:
 def test_too_long_for_the_model() -> None:
     config = SimpleNamespace(max_position_embeddings=8)
     model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
-    check_fits(model, 8, "row 1")
-    with pytest.raises(ValueError, match="row 1: 9 tokens with the answer, but the model has only 8"):
-        check_fits(model, 9, "row 1")
+    assert too_long(model, 8, "row 1") is None
+    assert too_long(model, 9, "row 1") == "row 1: 9 tokens with the answer, but the model has only 8 positions"
