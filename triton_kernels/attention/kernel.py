@@ -60,23 +60,6 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr, FOURS: tl.constexpr = False):
-    """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says; FOURS keeps that order.
-
-    A lane loads what it holds as an operand of the tensor cores. In the order of columns the compiler would move the
-    queries between lanes in every iteration.
-    """
-    M: tl.constexpr = 8 * o_r.shape[0]
-    o_w = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 4)[None, :, None] * 4
-    o_w += tl.arange(0, 4)[None, None, :]
-    o_q = o_r[:, :, None, None, None] + o_w[None, None, :, :, :]
-    b_q = tl.load(p_mapped + o_q, mask=m_r[:, :, None, None, None], other=0.0)
-    if not FOURS:
-        b_q = tl.permute(tl.reshape(b_q, [M // 8, 8, WIDTH // 16, 4, 2, 2]), [0, 1, 2, 4, 3, 5])
-    return tl.trans(tl.reshape(b_q, [M, WIDTH]))
-
-
-@triton.jit
 def operand_place(o_w):
     """Place of column `o_w` of mapped queries in memory: of each 16 columns, those of a lane lie side by side.
 
@@ -86,10 +69,22 @@ def operand_place(o_w):
 
 
 @triton.jit
-def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
-    b_tiles, base, o_q = (), 0, o_r * total(SIDE.widths)
+def query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
+    """Load tiles `[width, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says; `fours` keep that order.
+
+    A lane loads what it holds as an operand of the tensor cores. In the order of columns the compiler would move the
+    queries between lanes in every iteration.
+    """
+    M: tl.constexpr = 8 * o_r.shape[0]
+    b_tiles, base = (), 0
     for i in tl.static_range(len(SIDE.widths)):
-        b_tiles = b_tiles + (query_tile(p_mapped + base, o_q, m_r, SIDE.widths[i], SIDE.fours[i]),)
+        o_w = tl.arange(0, SIDE.widths[i] // 16)[:, None, None] * 16 + tl.arange(0, 4)[None, :, None] * 4
+        o_w += tl.arange(0, 4)[None, None, :]
+        o_q = (o_r * total(SIDE.widths))[:, :, None, None, None] + o_w[None, None, :, :, :]
+        b_q = tl.load(p_mapped + base + o_q, mask=m_r[:, :, None, None, None], other=0.0)
+        if not SIDE.fours[i]:
+            b_q = tl.permute(tl.reshape(b_q, [M // 8, 8, SIDE.widths[i] // 16, 4, 2, 2]), [0, 1, 2, 4, 3, 5])
+        b_tiles = b_tiles + (tl.trans(tl.reshape(b_q, [M, SIDE.widths[i]])),)
         base += SIDE.widths[i]
     return b_tiles
 
@@ -130,14 +125,6 @@ def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
-def _zero_tiles(M: tl.constexpr, SIDE: tl.constexpr):
-    b_tiles = ()
-    for i in tl.static_range(len(SIDE.widths)):
-        b_tiles = b_tiles + (tl.zeros([tl.constexpr(SIDE.widths[i]), M], tl.float32),)
-    return b_tiles
-
-
-@triton.jit
 def _logits(
     b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -172,16 +159,6 @@ def _finite(b_m):
 
 
 @triton.jit
-def _softmax_step(b_s, b_m, b_l):
-    """One step of the online softmax: weights of this tile, factor for the sums so far, new maximum and new sum."""
-    b_new = tl.maximum(b_m, tl.max(b_s, 0))
-    b_safe = _finite(b_new)
-    b_p = tl.exp2(b_s - b_safe[None, :])
-    b_factor = tl.exp2(b_m - b_safe)
-    return b_p, b_factor, b_new, b_l * b_factor + tl.sum(b_p, 0)
-
-
-@triton.jit
 def _dense_segment(
     b_q, p_k, p_v, tokens, rows, first, i_tile, ring, scaling, b_m, b_l, b_acc,
     K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr,
@@ -208,7 +185,11 @@ def _dense_segment(
         else:
             b_s = tl.dot(b_k.to(tl.float32), b_q.to(tl.float32), input_precision=PRECISION)
         b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, MASKING.kind, CAUSAL, False)
-        b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
+        b_new = tl.maximum(b_m, tl.max(b_s, 0))
+        b_safe = _finite(b_new)
+        b_p = tl.exp2(b_s - b_safe[None, :])
+        b_factor = tl.exp2(b_m - b_safe)
+        b_m, b_l = b_new, b_l * b_factor + tl.sum(b_p, 0)
         b_v = tl.load(p_v + o_row[:, None] * V.dim + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
         b_v = tl.trans(b_v.to(tl.float32))
         b_acc = tl.dot(b_v, b_p, b_acc * b_factor[None, :], input_precision=PRECISION)
@@ -322,7 +303,9 @@ def attend_kernel(
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
         if not TURNED:
             p_mapped += i_row * n_rows * K_WIDTH
-        b_acc = _zero_tiles(M, V)
+        b_acc = ()
+        for i in tl.static_range(len(V.widths)):
+            b_acc = b_acc + (tl.zeros([tl.constexpr(V.widths[i]), M], tl.float32),)
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
         if K.rope:
@@ -335,11 +318,11 @@ def attend_kernel(
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if not TURNED:
-            b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
+            b_q = query_tiles(p_mapped, o_row, o_row < n_rows, K)
         for start in range(first, stop, BLOCK):
             if TURNED:
                 o_group = (i_bh * (k_capacity // K.group) + start // K.group) * n_rows
-                b_group = _query_tiles(p_mapped + o_group * K_WIDTH, o_row, o_row < n_rows, K)
+                b_group = query_tiles(p_mapped + o_group * K_WIDTH, o_row, o_row < n_rows, K)
                 b_group = b_group + (tl.load(p_shift + o_group + o_r, mask=m_r, other=0.0),)
             else:
                 b_group = b_q

@@ -6,7 +6,7 @@ A packed token's logit, in base 2, is then its score against `mapped`, times `fa
 (max |q_d| times the largest 1-norm of a column of A), so `mapped` fits 16-bit operands whatever the query's range.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,35 +22,26 @@ CHUNK = tl.constexpr(16)
 """Columns per program: many small programs read their part of A at once, as each waits for memory."""
 
 
-class Mapping(NamedTuple):
-    """Constants of the map: head dimension, columns of code space, and columns of A or 0 without a matrix.
-
-    A has a column more than code space if there is a bias. turned: True if a prologue follows: it needs the columns in
-    their order, and tops that are powers of two. heads: key heads, if each era maps the queries of all of them; else 0.
-    """
-
-    dim: int
-    width: int
-    columns: int
-    turned: bool
-    heads: int
-
-
 @triton.jit
-def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, MAPPING: tl.constexpr):
-    """Map `M` query rows of one head to a chunk of code space's columns; the last column of A is that of the bias."""
+def map_query_kernel(
+    p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
+    D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Map `M` query rows of one head to a chunk of the `W` columns of code space.
+
+    A has `COLUMNS` columns, one more if there is a bias, or 0 without a matrix. `TURNED` if a prologue follows: it
+    needs the columns in their order, and tops that are powers of two. `HEADS` are the key heads, if each era maps the
+    queries of all of them, else 0.
+    """
     i_w, i_r, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    D: tl.constexpr = MAPPING.dim
-    W: tl.constexpr = MAPPING.width
-    COLUMNS: tl.constexpr = MAPPING.columns
     D_PAD: tl.constexpr = padded(D)
     DEPTH: tl.constexpr = 128 if D_PAD > 128 else D_PAD
     o_r, o_d = i_r * M + tl.arange(0, M), tl.arange(0, D_PAD)
     o_w = i_w * CHUNK + tl.arange(0, CHUNK)
     m_r = o_r < rows
     i_q = i_bh
-    if MAPPING.heads > 0:
-        i_q = i_bh // heads * MAPPING.heads + i_bh % MAPPING.heads
+    if HEADS > 0:
+        i_q = i_bh // heads * HEADS + i_bh % HEADS
     p_q += i_q * rows * D
     p_map += i_bh % heads * s_map
     m_q = m_r[:, None] & (o_d < D)[None, :]
@@ -61,7 +52,7 @@ def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows
         if COLUMNS > 0:
             b_top *= tl.load(p_bound)
         b_top = tl.where(b_top > 0, b_top, 1.0)
-        if MAPPING.turned:
+        if TURNED:
             b_top = tl.exp2(tl.ceil(tl.log2(b_top)))
     if COLUMNS > 0:
         b_mapped = tl.zeros([M, CHUNK], tl.float32)
@@ -75,7 +66,7 @@ def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows
         b_mapped = tl.load(p_q + o_r[:, None] * D + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
     b_mapped = b_mapped / b_top[:, None]
     p_mapped += i_bh * rows * W
-    o_place = o_w if MAPPING.turned else operand_place(o_w)
+    o_place = o_w if TURNED else operand_place(o_w)
     tl.store(p_mapped + o_r[:, None] * W + o_place[None, :], b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
     if i_w == 0:
         b_bias = tl.zeros([M], tl.float32)
@@ -100,9 +91,7 @@ def map_query_arguments(
     rows, width, matrix = query_heads // heads * count, side.mapped_width, side.matrix
     assert matrix is None or matrix.is_contiguous()
     apart = side.eras is not None and side.prologue is None
-    mapping = Mapping(
-        dim, width, 0 if matrix is None else matrix.shape[-1], side.prologue is not None, heads if apart else 0
-    )
+    key_heads = heads if apart else 0
     if apart and matrix is not None:
         heads = matrix.shape[0]
     operand = torch.float32 if query.dtype == torch.float32 else torch.float16
@@ -111,6 +100,7 @@ def map_query_arguments(
         p_mapped=query.new_empty(batch, heads, rows, width, dtype=operand),
         p_rows=query.new_empty(batch, heads, rows, 2, dtype=torch.float32),
         s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0), scaling=scaling * LOG2E.value,
-        rows=rows, heads=heads, MAPPING=mapping, **launch_options(),
+        rows=rows, heads=heads, D=dim, W=width, COLUMNS=0 if matrix is None else matrix.shape[-1],
+        TURNED=side.prologue is not None, HEADS=key_heads, **launch_options(),
     )  # fmt: skip
     return (width // CHUNK.value, -(-rows // M.value), batch * heads), arguments

@@ -78,15 +78,6 @@ def load_halves(p_words, b_places, tile, WORDS: tl.constexpr, PADDED: tl.constex
     return b_words
 
 
-@triton.jit
-def transposed(b_tiles):
-    """Transpose each tile."""
-    b_transposed = ()
-    for i in tl.static_range(len(b_tiles)):
-        b_transposed = b_transposed + (tl.trans(b_tiles[i]),)
-    return b_transposed
-
-
 @triton.constexpr_function
 def in_fours(columns):
     """True if `joined` can put tiles of so many columns in the order in which mapped queries lie in memory."""

@@ -141,22 +141,19 @@ def load_columns(p_words, tile, WORDS: tl.constexpr):
 def load_scales(p_scales, tile):
     """Load a number per token, `[T]`, zero where the mask is false.
 
-    Numbers of 8 and 16 bits are read as 32-bit words: the compiler prefetches nothing narrower, and in each iteration a
+    Numbers of 8 or 16 bits are read as 32-bit words: the compiler prefetches nothing narrower, and in each iteration a
     warp would wait for memory. The last word may end up to three bytes behind the buffer, within PyTorch's allocation.
     """
     WIDTH: tl.constexpr = p_scales.dtype.element_ty.primitive_bitwidth
     o_n = tile.o_row + tile.o_t
-    if WIDTH == 32:
-        b_scales = tl.load(p_scales + o_n, mask=tile.m_t, other=0.0)
+    SHIFT: tl.constexpr = 1 if WIDTH == 16 else 2
+    p_words = p_scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_words = tl.load(p_words + (o_n >> SHIFT), mask=tile.m_t, other=0)
+    b_words = b_words >> ((o_n & (2**SHIFT - 1)) * WIDTH).to(tl.int32)
+    if WIDTH == 16:
+        b_scales = b_words.to(tl.int16).to(p_scales.dtype.element_ty, bitcast=True)
     else:
-        SHIFT: tl.constexpr = 1 if WIDTH == 16 else 2
-        p_words = p_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        b_words = tl.load(p_words + (o_n >> SHIFT), mask=tile.m_t, other=0)
-        b_words = b_words >> ((o_n & (2**SHIFT - 1)) * WIDTH).to(tl.int32)
-        if WIDTH == 16:
-            b_scales = b_words.to(tl.int16).to(p_scales.dtype.element_ty, bitcast=True)
-        else:
-            b_scales = (b_words & 255).to(p_scales.dtype.element_ty)
+        b_scales = (b_words & 255).to(p_scales.dtype.element_ty)
     return b_scales
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .assembly import assembled, block, joined, load_bytes, load_halves, transposed
+from .assembly import assembled, block, joined, load_bytes, load_halves
 from .codes import load_codes, load_columns, load_words, low_plane, tile_width
 
 UNIT = tl.constexpr(2.0**-24)
@@ -77,7 +77,7 @@ def placed(tile, CODES: tl.constexpr, VALUES: tl.constexpr, FOURS: tl.constexpr 
     else:
         b_codes = assembled(PLACED_TWO if BITS == 2 else PLACED_FOUR, (b_words,))
     if COLUMNS:
-        b_codes = transposed(b_codes)
+        b_codes = [tl.trans(b_tile) for b_tile in b_codes]
     if PADDED < 16:
         b_codes = joined(b_codes, FOURS)
     return b_codes
@@ -94,12 +94,6 @@ def placed_codes(tile, CODES: tl.constexpr, DTYPE: tl.constexpr):
         o_field = i * (WIDTH // CODES.padded) + tl.arange(0, WIDTH) // CODES.padded
         b_tiles = b_tiles + ((b_codes[i] << (BITS * (o_field % (10 // BITS)))[None, :]).to(DTYPE),)
     return b_tiles
-
-
-@triton.jit
-def middle_tile(TOKENS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """Constant tile that multiplies the rows that `in_place` adds for the middle code."""
-    return tl.full([TOKENS, 16], 2.0**BITS * (UNIT if FAST else 1.0), DTYPE)
 
 
 def places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, transposed
+from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs
 from .codes import high_plane, load_columns, load_words, low_plane
 
 
@@ -208,7 +208,7 @@ def levels(
     else:
         b_levels = assembled(FOUR_BITS, (b_words,) + words[FIRST : FIRST + 4])
     if COLUMNS:
-        b_levels = transposed(b_levels)
+        b_levels = [tl.trans(b_tile) for b_tile in b_levels]
     if PADDED < 16:
         b_levels = joined(b_levels, FOURS)
     return b_levels

@@ -63,16 +63,6 @@ def middle(b_scale, b_zero, BITS: tl.constexpr):
 
 
 @triton.jit
-def per_unit(b_scale, BITS: tl.constexpr):
-    """Scale of the levels that `lookup.levels` returns, in float16."""
-    if lookup.unit(BITS) == 1:
-        b_step = b_scale
-    else:
-        b_step = assembly.product(b_scale, tl.full(b_scale.shape, 1 / lookup.unit(BITS), tl.float16))
-    return b_step
-
-
-@triton.jit
 def half_of_word(p_halves, tile, COUNT: tl.constexpr, AT: tl.constexpr):
     """Number `AT` of the `COUNT` that each token has, `[T]`, out of words of 32 bits (see `codes.load_scales`)."""
     p_twos = p_halves.to(tl.pointer_type(tl.int32), bitcast=True) + tile.o_row * (COUNT // 2)
@@ -113,7 +103,10 @@ def decoded(tile, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
             b_scale = tl.load(p_scale + o_s, mask=m_s, other=0.0)
             b_zero = tl.load(p_zero + o_s, mask=m_s, other=0.0)
         if LOOKED_UP:
-            b_tile = assembly.scaled(b_codes[i], per_unit(b_scale, BITS), middle(b_scale, b_zero, BITS))
+            b_step = b_scale
+            if lookup.unit(BITS) != 1:
+                b_step = assembly.product(b_scale, tl.full(b_scale.shape, 1 / lookup.unit(BITS), tl.float16))
+            b_tile = assembly.scaled(b_codes[i], b_step, middle(b_scale, b_zero, BITS))
         else:
             b_tile = (b_codes[i].to(tl.float32) * b_scale.to(tl.float32) + b_zero.to(tl.float32)).to(DTYPE)
         b_tiles = b_tiles + (b_tile,)

@@ -95,8 +95,8 @@ def turn_kernel(
     """Map a head's queries, rotated to its groups' anchors, `M` pairs of group and query row per program.
 
     p_turned: `[B, H, groups, rows, columns]` in code space and the means' columns, each 16 in the order in which
-    `query_tile` reads them; p_shift: float32 `[B, H, groups, rows]`, in the fast path the constant that makes digits of
-    one bit, which are 0 or 1 there, ±0.5. With `ERAS`, `p_packed` are eras, and a program's pairs lie in one.
+    `query_tiles` reads them; p_shift: float32 `[B, H, groups, rows]`, in the fast path the constant that makes digits
+    of one bit, which are 0 or 1 there, ±0.5. With `ERAS`, `p_packed` are eras, and a program's pairs lie in one.
     """
     COLUMNS: tl.constexpr = META.columns
     ROTARY: tl.constexpr = META.rotary

@@ -75,7 +75,9 @@ def component_levels(
                 b_tile = tl.load(tile.tables[AT] + b_codes[i])
             b_levels = b_levels + (b_tile.to(DTYPE),)
     if PART.placed and PART.last:
-        b_levels = b_levels + (in_place.middle_tile(tile.o_t.shape[0], BITS, DTYPE, FAST),)
+        # It multiplies the rows that `in_place.in_place` adds for the middle code.
+        b_middle = tl.full([tile.o_t.shape[0], 16], 2.0**BITS * (in_place.UNIT if FAST else 1.0), DTYPE)
+        b_levels = b_levels + (b_middle,)
     return b_levels, b_scale
 
 

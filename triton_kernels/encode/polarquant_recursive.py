@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs.layout import PLANES
 from kvcache_compress.codecs.quantizers.polar_tree import AngleCodebook, LevelCodes, PolarTree
 from kvcache_compress.codecs.quantizers.scalar import Scalar
 from kvcache_compress.triton_kernels.common.codes import low_bits, planes
@@ -17,22 +16,6 @@ from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 from kvcache_compress.triton_kernels.decode.polarquant_recursive import halves, padding, points
 
 from .turboquant import SCALARS, UNBIASED, rotated
-
-
-class SharedWords(NamedTuple):
-    """Words that coarse levels of equal bits share in one plane.
-
-    field: of the plane; first: of its low plane; bits: of the plane; shift: bits below it; row: words of a token;
-    offset, words: the first shared word in a row, and their number.
-    """
-
-    field: int
-    first: int
-    bits: int
-    shift: int
-    row: int
-    offset: int
-    words: int
 
 
 class EncodedTree(NamedTuple):
@@ -50,55 +33,47 @@ class EncodedTree(NamedTuple):
     centred: bool
     stride: int
     levels: tuple[LevelCodes, ...]
-    shared: tuple[SharedWords, ...]
 
 
 @triton.jit
-def store_plane(
-    b_codes, tile, SHIFT: tl.constexpr, PLANE: tl.constexpr, FIELD: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
-):
-    """Pack bits `[SHIFT, SHIFT + PLANE)` of the codes of level `AT`, int32 `[T, 8 * words]`, into their plane."""
+def store_whole(b_codes, tile, META: tl.constexpr, AT: tl.constexpr, PLANE: tl.constexpr):
+    """Pack a plane of the codes of level `AT`, int32 `[T, 8 * words]`, if they fill whole words."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
     LEVEL: tl.constexpr = META.levels[AT]
-    SIZE: tl.constexpr = LEVEL.words // ODD * PAD
-    b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> SHIFT) & (2**PLANE - 1)
-    b_words = tl.sum(b_parts << (PLANE * tl.arange(0, 8))[None, :, None], 1)
-    o_c = tl.arange(0, SIZE)
-    o_w = tile.o_row[:, None] * LEVEL.row + LEVEL.offset + (o_c // PAD * ODD + o_c % PAD)[None, :]
-    m_w = tile.m_t[:, None] & (o_c % PAD < ODD)[None, :]
-    tl.store(tile.fields[FIELD] + o_w, b_words.to(tile.fields[FIELD].dtype.element_ty), mask=m_w)
-
-
-@triton.jit
-def store_whole(b_codes, tile, META: tl.constexpr, AT: tl.constexpr):
-    """Store level `AT`, if it fills whole words."""
-    LEVEL: tl.constexpr = META.levels[AT]
-    LOW: tl.constexpr = low_bits(LEVEL.bits)
     if LEVEL.count == 8 * LEVEL.words:
-        store_plane(b_codes, tile, 0, LOW, LEVEL.field, META, AT)
-        if planes(LEVEL.bits) > 1:
-            store_plane(b_codes, tile, LOW, LEVEL.bits - LOW, LEVEL.field + 1, META, AT)
+        LOW: tl.constexpr = low_bits(LEVEL.bits)
+        BITS: tl.constexpr = LEVEL.bits - LOW if PLANE else LOW
+        SIZE: tl.constexpr = LEVEL.words // ODD * PAD
+        b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> (LOW * PLANE)) & (2**BITS - 1)
+        b_words = tl.sum(b_parts << (BITS * tl.arange(0, 8))[None, :, None], 1)
+        o_c = tl.arange(0, SIZE)
+        o_w = tile.o_row[:, None] * LEVEL.row + LEVEL.offset + (o_c // PAD * ODD + o_c % PAD)[None, :]
+        m_w = tile.m_t[:, None] & (o_c % PAD < ODD)[None, :]
+        p_plane = tile.fields[LEVEL.field + PLANE]
+        tl.store(p_plane + o_w, b_words.to(p_plane.dtype.element_ty), mask=m_w)
 
 
 @triton.jit
-def store_shared(b_levels, tile, META: tl.constexpr, AT: tl.constexpr):
-    """Store the words that coarse levels share in one plane."""
+def store_shared(b_levels, tile, META: tl.constexpr, AT: tl.constexpr, PLANE: tl.constexpr):
+    """Pack a plane of the words that level `AT` shares with coarser ones, if it is the first in them."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
-    SHARED: tl.constexpr = META.shared[AT]
-    WORDS: tl.constexpr = SHARED.words
-    for w in tl.static_range(WORDS):
+    LEVEL: tl.constexpr = META.levels[AT]
+    WORDS: tl.constexpr = LEVEL.words
+    LOW: tl.constexpr = low_bits(LEVEL.bits)
+    BITS: tl.constexpr = LEVEL.bits - LOW if PLANE else LOW
+    for w in tl.static_range(WORDS if LEVEL.base == 0 and LEVEL.count != 8 * WORDS else 0):
         b_word = tl.zeros([tile.o_row.shape[0]], tl.int32)
-        for i in tl.static_range(len(b_levels)):
-            if META.levels[i].field == SHARED.first and META.levels[i].count != 8 * META.levels[i].words:
+        for i in tl.static_range(AT, len(b_levels)):
+            if META.levels[i].field == LEVEL.field and META.levels[i].count != 8 * META.levels[i].words:
                 o_c = tl.arange(0, b_levels[i].shape[1])
                 o_i = META.levels[i].base + o_c // PAD * ODD + o_c % PAD
                 m_i = (o_c % PAD < ODD) & (o_i % WORDS == w)
-                b_part = (b_levels[i] >> SHARED.shift) & (2**SHARED.bits - 1)
-                b_part = b_part << (SHARED.bits * (o_i // WORDS))[None, :]
+                b_part = (b_levels[i] >> (LOW * PLANE)) & (2**BITS - 1)
+                b_part = b_part << (BITS * (o_i // WORDS))[None, :]
                 b_word += tl.sum(tl.where(m_i[None, :], b_part, 0), 1)
-        p_word = tile.fields[SHARED.field] + tile.o_row * SHARED.row + SHARED.offset + w
+        p_word = tile.fields[LEVEL.field + PLANE] + tile.o_row * LEVEL.row + LEVEL.offset + w
         tl.store(p_word, b_word.to(p_word.dtype.element_ty), mask=tile.m_t)
 
 
@@ -171,7 +146,8 @@ def encode_tree(tile, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constex
     b_low = rotated(tile, p_rows, o_y, m_y, p_mean, D, META.centred, PRECISION)
     b_high = rotated(tile, p_rows, D // 2 + o_y, m_y, p_mean, D, META.centred, PRECISION)
     b_codes = circle_codes(b_low, b_high, tables[1], META.levels[0].bits, META.lower)
-    store_whole(b_codes, tile, META, 0)
+    for plane in tl.static_range(planes(META.levels[0].bits)):
+        store_whole(b_codes, tile, META, 0, plane)
     b_levels = (b_codes,)
     b_cos, b_sin = tl.split(points(tables[2], b_codes, 0))
     b_energy = b_low * b_low + b_high * b_high
@@ -179,29 +155,16 @@ def encode_tree(tile, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constex
     for i in tl.static_range(1, len(META.levels)):
         # The circle has as many boundaries as codes, each deeper level one less.
         b_codes, b_energy = deeper_codes(b_energy, tables[1], META.levels[i].bits, META.levels[i].start - i + 1)
-        store_whole(b_codes, tile, META, i)
+        for plane in tl.static_range(planes(META.levels[i].bits)):
+            store_whole(b_codes, tile, META, i, plane)
         b_levels = b_levels + (b_codes,)
         b_low, b_high = halves(b_cross)
         b_cos, b_sin = tl.split(points(tables[2], b_codes, META.levels[i].start))
         b_cross = b_low * b_cos + b_high * b_sin
-    for i in tl.static_range(len(META.shared)):
-        store_shared(b_levels, tile, META, i)
+    for i in tl.static_range(len(META.levels)):
+        for plane in tl.static_range(planes(META.levels[i].bits)):
+            store_shared(b_levels, tile, META, i, plane)
     store_radii(b_energy, b_cross, tile, META)
-
-
-def shared_words(tree: PolarTree) -> tuple[SharedWords, ...]:
-    """Each plane in which coarse levels share words."""
-    shared, field = [], 0
-    for bits, _ in tree.widths:
-        shift, first = 0, field
-        coarse = [level for level in tree.levels if level.bits == bits and not level.fills_words]
-        for plane in PLANES[bits]:
-            if coarse:
-                place = coarse[0].row, coarse[0].offset, coarse[0].words
-                shared.append(SharedWords(field, first, plane, shift, *place))
-            field += 1
-            shift += plane
-    return tuple(shared)
 
 
 def polarquant_recursive_encoder(
@@ -215,7 +178,7 @@ def polarquant_recursive_encoder(
     stride = rows.stride(0) if len(rows) > 1 else 0
     meta = EncodedTree(
         *padding(tree.head_dim), tree.roots, books[0].lower, SCALARS.index(scalar), radius_range is not None,
-        mean is not None, stride, tree.levels, shared_words(tree),
+        mean is not None, stride, tree.levels,
     )  # fmt: skip
     bounds, table = (torch.cat([getattr(book, name) for book in books]) for name in ("bounds", "points"))
     tables = (rows, bounds, table, bounds if radius_range is None else radius_range, bounds if mean is None else mean)
