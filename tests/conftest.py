@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_aot.py",
         "test_compiled.py",
         "test_attention.py",
-        "test_slots.py",
+        "test_step.py",
         "test_operations.py",
         "test_commands.py",
     )

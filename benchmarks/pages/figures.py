@@ -2,7 +2,8 @@
 
 python benchmarks/pages/figures.py
 
-`--check` only compares the pages with `figures.yaml`, and the results' commits with the history. Figures between markers come from result files by `readme.py`.
+`--check` only compares the pages with `figures.yaml`, and the results' commits with the history. Figures between
+markers come from result files by `readme.py`.
 """
 
 import json

@@ -39,24 +39,6 @@ class TuningResult(NamedTuple):
     losses: dict[str, dict[str, float]]
 
 
-def verify_config(
-    model: str, preset: str, texts: Sequence[Path], *, prefix: int = 1024, codebooks: Path | None = None,
-    statistics: Path | None = None, dtype: str = "float32", device: str | None = None,
-    on_progress: Progress = lambda done, total, label: None,
-) -> TuningResult:  # fmt: skip
-    """Measure the loss of a preset or a YAML file, as `tune_config` validates its result.
-
-    Raises:
-        ValueError: No such preset or model, they do not go together, or a text is missing or too short.
-    """
-    config = load_config(preset).with_files(codebooks=codebooks, statistics=statistics)
-    texts = texts or (DEFAULT_TEXT,)
-    loaded, tokenizer = load(model, dtype, device)
-    checks = [sample for text in texts for sample in _cut(loaded, tokenizer, text, prefix, _checks(texts))]
-    (loss,) = measure_losses(loaded, checks, [config], on_progress)
-    return TuningResult(f"{preset}, {_named(texts)}", {preset: loss})
-
-
 def tune_config(
     model: str, texts: Sequence[Path], output: Path, *, bits: float | None = None, memory: str | None = None,
     context: str | None = None, batch: int = 1, check_texts: Sequence[Path] = (), base: str = "best-2bit",

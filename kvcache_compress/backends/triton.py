@@ -113,7 +113,7 @@ class TritonBackend(TorchBackend):
         """Run a static step in one kernel; PyTorch packs the sides whose codec has no kernel encoder."""
         with on_device(storage.counts):
             storage.pack(*(side for side, codec in storage.codecs.items() if codec.kernel_encoder is None))
-            self._kernels.step.step_static(storage, fresh, counter)
+            self._kernels.step.step(storage, fresh, storage.counts, storage.faults, counter)
 
     def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
         """Store the tokens of the decode steps in one kernel, likewise."""
@@ -122,7 +122,7 @@ class TritonBackend(TorchBackend):
                 if codec.kernel_encoder is None:
                     storage.pack(step, side)
             own = {side: step.of_decodes(x) for side, x in fresh.items()}
-            self._kernels.step.step_pages(storage, own, step.rows_before, step.faults)
+            self._kernels.step.step(storage, own, step.rows_before, step.faults)
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may lack their statistics

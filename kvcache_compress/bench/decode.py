@@ -31,7 +31,6 @@ class DecodeTime:
         libraries: only for `full`: milliseconds of each attention function, or why it was not timed.
         call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
         invalid: why the time does not count.
-        error: why there are no figures.
     """
 
     cache: str
@@ -45,7 +44,6 @@ class DecodeTime:
     libraries: dict[str, float | str] | None = None
     call: str = "plain"
     invalid: str | None = None
-    error: str | None = None
 
 
 def full_time(

@@ -32,6 +32,6 @@ def presets(
     console.print("D: bits per packed number at this head dimension, with everything counted.")
     console.print("KL: nats per token, on SmolLM2-135M with prompts of 1,024 tokens of six kinds of text.")
     console.print("To measure one on your own model:")
-    console.print("kvcache-compress tune --verify PRESET --model MODEL --text FILE")
+    console.print("kvcache-compress eval perplexity --cache PRESET --model MODEL --text FILE")
     if not everything:
         console.print("All presets: kvcache-compress presets --all")

@@ -12,6 +12,7 @@ from .console import console, errors_as_lines, importing
 
 
 def tune(
+    output: Annotated[Path, typer.Option(help="YAML file to write.", dir_okay=False)],
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")] = "smollm2-135m",
     bits: Annotated[
         float | None, typer.Option(help="Budget in bits per packed number, with everything counted.")
@@ -27,7 +28,6 @@ def tune(
     check_text: Annotated[
         list[Path] | None, typer.Option(help="Text to verify the result on, by default the same; repeatable.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="YAML file to write.", dir_okay=False)] = None,
     base: Annotated[
         str, typer.Option(help="Preset or YAML file to start from: its methods and windows.")
     ] = "best-2bit",
@@ -38,8 +38,7 @@ def tune(
     recent: Annotated[int | None, typer.Option(help="Number of last tokens that stay dense.", min=0)] = None,
     windows: Annotated[int, typer.Option(help="Number of windows of each text to measure on.", min=1)] = 2,
     prefix: Annotated[int, typer.Option(help="Number of tokens to prefill.", min=1)] = 1024,
-    scored: Annotated[int, typer.Option(help="Number of tokens to score after them; --verify scores 256.", min=1)] = 96,
-    verify: Annotated[str | None, typer.Option(help="Preset or YAML file to measure, instead of tuning.")] = None,
+    scored: Annotated[int, typer.Option(help="Number of tokens to score after them.", min=1)] = 96,
     codebooks: Annotated[Path | None, typer.Option(help="CommVQ's file for this model.")] = None,
     statistics: Annotated[
         Path | None, typer.Option(help="Spectral's file for this model; by default statistics come from each prompt.")
@@ -50,24 +49,16 @@ def tune(
     """Find the best cache for a model within a budget, layer by layer, and write its config; resumable."""
     with importing():
         from kvcache_compress.eval.runner.progress import ProgressLine
-        from kvcache_compress.eval.tuning.run import loss_text, tune_config, verify_config
+        from kvcache_compress.eval.tuning.run import loss_text, tune_config
 
-    common: dict[str, Any] = {"prefix": prefix, "codebooks": codebooks, "statistics": statistics, "dtype": dtype}
-    common |= {"device": device, "on_progress": ProgressLine()}
     with errors_as_lines():
-        if verify is not None:
-            if bits is not None or memory is not None or output is not None:
-                raise ValueError("--verify measures a preset as it is; drop --bits, --memory and --output")
-            result = verify_config(model, verify, check_text or text or [], **common)
-        else:
-            if output is None:
-                raise ValueError("--output is missing: the YAML file to write")
-            levels: dict[str, Any] = {"levels": level} if level else {}
-            result = tune_config(
-                model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
-                check_texts=check_text or [], base=base, sinks=sinks, recent=recent,
-                windows=windows, scored=scored, **levels, **common,
-            )  # fmt: skip
+        levels: dict[str, Any] = {"levels": level} if level else {}
+        result = tune_config(
+            model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
+            check_texts=check_text or [], base=base, sinks=sinks, recent=recent, windows=windows, prefix=prefix,
+            scored=scored, codebooks=codebooks, statistics=statistics, dtype=dtype, device=device,
+            on_progress=ProgressLine(), **levels,
+        )  # fmt: skip
     console.print(escape(f"{result.title}:"))
     for name, loss in result.losses.items():
         console.print(escape(f"{name}: {loss_text(loss)}"), soft_wrap=True)

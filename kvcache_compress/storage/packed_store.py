@@ -25,7 +25,7 @@ def _writable(buffer: torch.Tensor) -> torch.Tensor:
 class PackedStore:
     """Append-only buffers, one per field: `[B, H, capacity / field.tokens, *field.shape]`.
 
-    Stored tokens are never rewritten. A full buffer grows by `SLACK`, so each token is copied about 32
+    A full buffer grows by `SLACK`, so each token is copied about 32
     times in all. Fields grow one after the other, so only one is held twice.
     """
 

@@ -66,8 +66,8 @@ class Step:
     """A batch of parts, and the indices that all layers share.
 
     Attributes:
-        bad, faults: True for tokens that cannot be packed, `[n]`; not 0 for decode steps with one, int64. Layers add
-            what they find.
+        bad: True for tokens that cannot be packed, bool `[n]`; layers add what they find.
+        faults: the same for decode steps, as a kernel notes it: int64 `[decode steps]`, 0 if good.
     """
 
     def __init__(self, parts: Iterable[tuple[Request, int]], windows: Windows, page: int, device: torch.device) -> None:
@@ -89,19 +89,12 @@ class Step:
     def _tensor(self, numbers: Sequence[object]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
-    def _appended(self, sinks: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Decode tokens that become sinks, or tail tokens: their indices in the step, slots, and places there."""
-        parts = [part for part in self.decodes if bool(part.new_sinks) is sinks]
-        first, slot = self._tensor([part.first for part in parts]), self._tensor([part.request.slot for part in parts])
-        return first, slot, self._tensor([part.sinks if sinks else self.ring(part, -1)[0] for part in parts])
-
     @cached_property
-    def new_sinks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._appended(sinks=True)
-
-    @cached_property
-    def new_tail(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._appended(sinks=False)
+    def appended(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of decode tokens that become sinks, and of others: indices in the step, slots, and places there, `[3, n]`."""
+        sinks = [(part.first, part.request.slot, part.sinks) for part in self.decodes if part.new_sinks]
+        tails = [(part.first, part.request.slot, *self.ring(part, -1)) for part in self.decodes if not part.new_sinks]
+        return self._tensor(sinks).view(-1, 3).T, self._tensor(tails).view(-1, 3).T
 
     def of_decodes(self, x: torch.Tensor) -> torch.Tensor:
         """Those of `[H, n, D]` that belong to decode steps, `[decode steps, H, 1, D]`."""
@@ -281,14 +274,13 @@ class PagedStorage:
 
     def step(self, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
         """Store the tokens of the decode steps, of a step's `[H, n, D]`."""
-        for side, x in self._packable(step, fresh).items():
+        if len(step.decodes) == len(step.parts):  # else checked with the prompts
+            fresh = self._packable(step, fresh)
+        for side, x in fresh.items():
             self.pack(step, side)
             x = x.transpose(0, 1).to(self.tails[side].dtype)
-            for buffer, (at, slot, place) in (
-                (self.sinks[side], step.new_sinks), (self.tails[side], step.new_tail)
-            ):  # fmt: skip
-                if len(at):
-                    buffer[slot, :, place] = x[at]
+            for buffer, (at, slot, place) in zip((self.sinks[side], self.tails[side]), step.appended, strict=True):
+                buffer[slot, :, place] = x[at]
 
     def pack(self, step: Step, side: Side) -> None:
         """Pack the oldest tail tokens of the decode steps that have enough."""

@@ -29,15 +29,15 @@ class StaticStorage:
     Attributes:
         sinks: `[B, H, sinks, D]` per side.
         tails: `[B, H, tail_capacity, D]` per side.
-        counts: `Slots.rows` for each program of a step's kernel, int64 `[B, 2 H, 4]`: none is overwritten while another
-            may still read it.
+        counts: a copy of `Slots.rows` for each program of a step's kernel, int64 `[B, 2 H, 4]`, so that no program
+            overwrites numbers that another still reads.
         faults: int64 `[B]`, `NOT_FINITE` or `FULL` after an error, else 0.
     """
 
     page = 0
 
     def __init__(self, dynamic: DynamicStorage) -> None:
-        self.windows, self.backend = dynamic.windows, dynamic.backend
+        self.windows = dynamic.windows
         assert self.windows.capacity is not None
         self.capacity = self.windows.capacity
         self.sinks: dict[Side, torch.Tensor] = {}
@@ -83,8 +83,8 @@ class StaticStorage:
             state.sinks = self.sinks[side][:, :, :sinks]
             state.tail.clear()
         self.counts.copy_(slot_rows(len(self.counts), self.windows.sinks, length, packed)[:, None])
-        self._carrier = dynamic
-        """Holds codecs and packed stores. Its dense tokens and counts are stale."""
+        self.backend, self._carrier = dynamic.backend, dynamic
+        """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale."""
         if all(state.prepared for state in dynamic.sides.values()):
             self.backend.ready(dynamic.sides)
 
@@ -94,6 +94,7 @@ class StaticStorage:
 
     @property
     def rows(self) -> torch.Tensor:
+        """`Slots.rows`."""
         return self.counts[:, 0]
 
     @property
@@ -156,16 +157,16 @@ class StaticStorage:
         """Append a step's tokens, as `DynamicStorage.append` does, and return views of all slots."""
         carrier = self._carrier
         fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        lacks_sinks = self._rows is not None and self._lacking > 0
-        if carrier.track is not None or lacks_sinks:
+        padding = self._rows if self._lacking > 0 else None
+        if carrier.track is not None or padding is not None:
             length = self.rows[0, 1:].sum()
         if carrier.track is not None:
             positions = torch.arange(keys.shape[2], device=keys.device) + length
             carrier.track.write(positions, keys, already_written=not carrier.leads_track)
-        if self._rows is not None and lacks_sinks:
+        if padding is not None:
             self._lacking -= keys.shape[2]
             for side, x in fresh.items():  # padding held as sinks makes room for the new tokens that belong there
-                sinks, fresh[side] = self._rows.exchange_new(self.sinks[side], x, length, self.windows.sinks)
+                sinks, fresh[side] = padding.exchange_new(self.sinks[side], x, length, self.windows.sinks)
                 self.sinks[side].copy_(sinks)
         self.backend.step(self, fresh, counter)
         return self.views()
@@ -190,7 +191,7 @@ class StaticStorage:
             held.copy_(torch.where(new, x.index_select(2, age.clamp(0, count - 1)), held))
             self.tails[side].index_copy_(2, tail_slots % windows.tail_capacity, x)
         new_sinks, leaving = (windows.sinks - sinks).clamp(max=count), windows.flush * self._is_flushing()
-        self.counts[..., 1:] += torch.stack([new_sinks, leaving, count - new_sinks - leaving])
+        self.counts[..., 1:].add_(torch.stack([new_sinks, leaving, count - new_sinks - leaving]))
         if counter is not None:
             counter.copy_(self.rows[0, 1:].sum())
 
@@ -199,10 +200,10 @@ class StaticStorage:
         return self.rows[0, 3] >= self.windows.recent + self.windows.flush
 
     def pack(self, *sides: Side) -> None:
-        """Encode the oldest tokens of the tails by PyTorch's operators, and keep the codes if they leave the window."""
+        """Encode the oldest tokens of the tails by PyTorch's operators; keep the codes if these tokens leave now."""
         windows, device = self.windows, self.counts.device
         last = windows.packed_capacity - windows.flush
-        if last < 0:
+        if not sides or last < 0:
             return
         first = self.rows[0, 2].clamp(max=last)
         slots = (first + torch.arange(windows.flush, device=device)) % windows.tail_capacity

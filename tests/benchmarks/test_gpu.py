@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {
     "attention": (False, TritonBackend, "attend", lambda out, *_: out * 1.01, "step 1: attention differs by"),
     "appended token": (False, appending, "append", spoil_appended, "step 1: attention differs by"),
     "flushed codes": (False, encoding, "flush", flip_flushed, "growing cache, step 5: "),
-    "codes of a static step": (True, stepping, "step_static", flip_written, "static cache, step 1: "),
+    "codes of a static step": (True, stepping, "step", flip_written, "static cache, step 1: "),
 }
 
 

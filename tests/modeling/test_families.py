@@ -1,6 +1,6 @@
 """Models of Transformers, shrunk to tiny random ones: kinds of attention with every method, and single families.
 
-`benchmarks/pages/support_table.py --check` runs all kinds with all methods, and all families.
+`tests/support/models/support_table.py --check` runs all kinds with all methods, and all families.
 """
 
 import logging
@@ -50,7 +50,7 @@ PAIRS = [
     ("falcon_h1", "spectral"), ("deepseek_v3", "turboquant"), ("deepseek_v3", "spectral"), ("smollm3", "commvq"),
     ("gpt_neox", "commvq"), ("opt", "polarquant_recursive"), ("gpt2", "qjl"), ("gpt2", "polarquant_rope"),
 ]  # fmt: skip
-"""Every kind of model and every method; `benchmarks/pages/support_table.py --check` runs all pairs."""
+"""Every kind of model and every method; `tests/support/models/support_table.py --check` runs all pairs."""
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)

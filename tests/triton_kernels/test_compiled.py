@@ -30,7 +30,7 @@ CASES = {
         "encode/test_spectral.py::test_sizes[128-2-128]",
         "encode/test_encode.py::test_turboquant_codes[24-3-unbiased-uniform]",
         "update/test_append.py::test_equals_copies[3-dims1-dtype1-True]",
-        "update/test_slots.py::test_faults_are_noted",
+        "update/test_step.py::test_faults_are_noted",
         "test_emulator.py::test_faults_are_noticed[wait for fewer copies]",
         "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
         "test_emulator.py::test_a_barrier_less_is_noticed[float32-attend-3]",

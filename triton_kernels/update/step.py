@@ -33,7 +33,7 @@ UNENCODED = KernelEncoder(None, ())
 UNBOUNDED = 2**31 - 1
 
 
-class SideForm(NamedTuple):
+class StepSide(NamedTuple):
     """Constants of a side: head dimension, padded head dimension, group size, encoder constants, strides of blocks."""
 
     dim: int
@@ -74,7 +74,7 @@ class Counts(NamedTuple):
 
 @triton.jit
 def _step_side(
-    p_x, memory, tables, p_rope, p_fault, s_b, s_h, s_t, i_b, i_h, counts, capacity, packed_capacity, rows,
+    p_x, memory, tables, p_rope, p_fault, s_b, s_h, s_t, i_b, i_h, counts, capacity, rows,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Encode the tokens that are packed from this step on, `STEP.flush` or none, and write the step's own."""
@@ -85,12 +85,13 @@ def _step_side(
         if counts.flushed > counts.packed:
             for start in range(0, STEP.flush, BLOCK):
                 o_token = counts.packed + start + tl.arange(0, BLOCK)
-                m_t = (o_token < counts.flushed) & (o_token < packed_capacity)
-                fields, o_row = memory[FIELDS:], i_sh * rows + o_token
+                fields, o_row, m_t = memory[FIELDS:], i_sh * rows + o_token, o_token < counts.flushed
                 if STEP.page:
                     i_block = tl.load(counts.p_blocks + (counts.packed + start) // STEP.page)
                     fields = in_block(fields, i_block, SIDE.strides)
                     o_row = i_h * STEP.page + o_token % STEP.page
+                else:
+                    m_t &= o_token < rows  # in a full layer
                 o_x = (i_sh * STEP.tail + o_token % STEP.tail) * SIDE.dim
                 tile = NewTile(memory[TAIL], o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h)
                 ENCODE(tile, SIDE.dim, META, PRECISION)
@@ -105,7 +106,7 @@ def _step_side(
     o_sink = counts.sinks + o_n
     p_sinks = memory[SINKS] + (i_sh * STEP.sinks + o_sink[:, None]) * SIDE.dim
     tl.store(p_sinks + o_d, b_x, mask=m_x & (o_sink < STEP.sinks)[:, None])
-    # There is a tail only behind all sinks.
+    # While sinks are missing, nothing is packed or in the tail; a multiple of the slots keeps numbers positive.
     o_slot = (counts.packed + counts.tail + o_sink - STEP.sinks + STEP.sinks * STEP.tail) % STEP.tail
     p_tail = memory[TAIL] + (i_sh * STEP.tail + o_slot[:, None]) * SIDE.dim
     tl.store(p_tail + o_d, b_x, mask=m_x & (o_sink >= STEP.sinks)[:, None])
@@ -115,12 +116,12 @@ def _step_side(
 
 
 @triton.jit(
-    do_not_specialize=(*_STRIDES, "s_rope", "capacity", "packed_capacity", "k_rows", "v_rows", "s_counts"),
-    do_not_specialize_on_alignment=("p_k", "p_v", "p_total", "p_faults"),
+    do_not_specialize=(*_STRIDES, "s_rope", "capacity", "k_rows", "v_rows", "s_counts"),
+    do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
 )
 def step_kernel(
     p_k, p_v, p_rope, keys, values, k_tables, v_tables, p_counts, p_faults, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h,
-    s_v_t, s_rope, s_counts, capacity, packed_capacity, k_rows, v_rows,
+    s_v_t, s_rope, s_counts, capacity, k_rows, v_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, MOVES: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -142,13 +143,13 @@ def step_kernel(
     p_faults += i_b
     if tl.program_id(1) == 0:
         _step_side(
-            p_k, keys, k_tables, p_rope, p_faults, s_k_b, s_k_h, s_k_t, i_b, i_h, counts, capacity, packed_capacity,
-            k_rows, K, STEP, K_ENCODE, PRECISION,
+            p_k, keys, k_tables, p_rope, p_faults, s_k_b, s_k_h, s_k_t, i_b, i_h, counts, capacity, k_rows,
+            K, STEP, K_ENCODE, PRECISION,
         )  # fmt: skip
     else:
         _step_side(
-            p_v, values, v_tables, p_rope, p_faults, s_v_b, s_v_h, s_v_t, i_b, i_h, counts, capacity, packed_capacity,
-            v_rows, V, STEP, V_ENCODE, PRECISION,
+            p_v, values, v_tables, p_rope, p_faults, s_v_b, s_v_h, s_v_t, i_b, i_h, counts, capacity, v_rows,
+            V, STEP, V_ENCODE, PRECISION,
         )  # fmt: skip
     if MOVES:
         # Wait until every warp has read the counters.
@@ -162,32 +163,22 @@ def step_kernel(
             tl.store(p_total, total)
 
 
-def step_static(storage: StaticStorage, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
-    """Run a step as `StaticStorage.step` does, but leave sides without a kernel encoder unpacked."""
-    bounds = {"capacity": storage.capacity, "packed_capacity": storage.windows.packed_capacity}
-    _launch(storage, fresh, storage.counts, storage.faults, counter, bounds)
-
-
-def step_pages(
-    storage: PagedStorage, fresh: Mapping[Side, torch.Tensor], rows: torch.Tensor, faults: torch.Tensor
-) -> None:
-    """Store one token for each of several sequences, `[n, H, 1, D]`; sides without a kernel encoder stay unpacked.
-
-    Args:
-        rows: of each sequence, its slot, its sinks, packed and tail tokens, and its blocks, int64 `[n, 4 + pages]`.
-        faults: int64 `[n]`, becomes 1 where a vector is not finite or longer than `LONGEST`.
-    """
-    _launch(storage, fresh, rows, faults, None, {"capacity": UNBOUNDED, "packed_capacity": UNBOUNDED})
-
-
-def _launch(
+def step(
     storage: StaticStorage | PagedStorage,
     fresh: Mapping[Side, torch.Tensor],
     counts: torch.Tensor,
     faults: torch.Tensor,
-    counter: torch.Tensor | None,
-    bounds: Mapping[str, int],
+    counter: torch.Tensor | None = None,
 ) -> None:
+    """Store tokens `[B, H, n, D]` of a static layer, or of the decode steps of pages with n = 1.
+
+    Sides without a kernel encoder stay unpacked.
+
+    Args:
+        counts: `StaticStorage.counts`, or the pages' rows of `Backend.attend_to_pages` from before the step.
+        faults: int64 `[B]`, becomes 1 where a vector is not finite or longer than `LONGEST`, and 2 in a full layer.
+        counter: int64 `[]`, receives the number of tokens of a static layer.
+    """
     windows, rope, page = storage.windows, storage.rope_rows, storage.page
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh.values())
     sinks, tails, fields = (list(x.values()) for x in (storage.sinks, storage.tails, storage.pools))
@@ -199,14 +190,15 @@ def _launch(
         k_tables=k_encoder.tables, v_tables=v_encoder.tables, p_counts=counts, p_faults=faults,
         p_total=counts if counter is None else counter,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, s_counts=counts.stride(0),
-        k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2], **bounds, **rope_inputs(rope, fields[0][0]),
+        capacity=windows.capacity or UNBOUNDED, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        **rope_inputs(rope, fields[0][0]),
     )  # fmt: skip
     strides = [tuple([x.stride(0) for x in side]) if page else () for side in fields]
 
     def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
         batch, heads, count, _ = keys.shape
         k_side, v_side = (
-            SideForm(tail.shape[3], next_power_of_2(tail.shape[3]), encoder.group, encoder.meta, apart)
+            StepSide(tail.shape[3], next_power_of_2(tail.shape[3]), encoder.group, encoder.meta, apart)
             for tail, encoder, apart in zip(tails, (k_encoder, v_encoder), strides, strict=True)
         )
         step = StepForm(
@@ -221,7 +213,7 @@ def _launch(
 
     kind = (
         keys.shape, tails[0].shape[1:], tails[1].shape[3], windows.sinks, windows.recent, windows.flush,
-        counter is None, k_encoder.kind, v_encoder.kind, keys.dtype, tails[0].dtype, dtypes(fields[0], rope),
+        counter is None, dtypes((keys, values, *tails)), k_encoder.kind, v_encoder.kind, dtypes(fields[0], rope),
         dtypes(fields[1]), page, *strides,
     )  # fmt: skip
     repeated(step_kernel, inputs, kind, complete, counts.device)

@@ -2,7 +2,7 @@
 
 Kinds differ in what codecs and attention see: RoPE, head dimensions, masks, soft caps, sinks and layers. All families
 run in `family_sweep.py`. `outcome` runs each pair once per process; `tests/modeling/test_families.py` tests the
-outcomes, and `benchmarks/pages/support_table.py` writes them to `docs/reference/support.md`.
+outcomes, and `tests/support/models/support_table.py` writes them to `docs/reference/support.md`.
 """
 
 from dataclasses import dataclass, field

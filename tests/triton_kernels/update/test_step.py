@@ -41,6 +41,7 @@ def static_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) ->
     use_backend(layer, backend)
     if isinstance(layer.storage, DynamicStorage):  # only with torch on a CPU
         layer.storage = StaticStorage(layer.storage)
+    assert layer.storage.backend.name == backend
     return layer
 
 

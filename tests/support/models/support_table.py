@@ -1,20 +1,23 @@
 """Write the lists of `docs/reference/support.md` from a run of every family and method; `--check` (in CI) compares.
 
-python benchmarks/pages/support_table.py
+python tests/support/models/support_table.py
 
 Runs the families of `tests/support/models/family_sweep.py`, and the kinds of models of
 `tests/support/models/family_cases.py` with every method. Needs the development requirements.
 """
 
 import sys
+from pathlib import Path
 
 import transformers
-from readme import ROOT, check_or_write, render
 
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "reference" / "support.md"
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks" / "pages")]
 
-from support.models.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - found by the line above
+from readme import check_or_write, render  # noqa: E402 - found by the line above
+
+from support.models.family_cases import FAMILIES, METHODS, outcome  # noqa: E402
 from support.models.family_sweep import CASES, verdict  # noqa: E402
 
 KINDS = {
@@ -72,7 +75,7 @@ def method_table() -> str:
         works = [outcome(family, method) for method in METHODS if outcome(family, method).support != "no"]
         fused = "–" if not works else "yes" if all(one.fused for one in works) else "no"
         lines.append(f"| {family} | {' | '.join(cells)} | {fused} | {case.about} |")
-    source = f"Written by `python benchmarks/pages/support_table.py` with Transformers {transformers.__version__}."
+    source = f"Written by `python tests/support/models/support_table.py` with Transformers {transformers.__version__}."
     return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1)), "", source])
 
 
