@@ -3,11 +3,9 @@
 The operations here use plain PyTorch; a back end overrides those that it does faster.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -20,10 +18,6 @@ from .checks import PackableChecks
 from .packed_store import TailBuffer
 from .side import MAX_DECODE_TOKENS, SideState
 from .view import AttentionPath, View
-
-if TYPE_CHECKING:
-    from .paged import PagedStorage, Step
-    from .static import StaticStorage
 
 ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
@@ -94,13 +88,13 @@ class Backend(AttentionPath):
             with on_device(state.sinks):
                 state.codec.ready()
 
-    def step(self, storage: StaticStorage, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
-        """Run one step of a static layer, as `StaticStorage.step` does."""
+    def step(self, storage: Any, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+        """Run one step of a `StaticStorage`, as its own `step` does."""
         with on_device(storage.counts):
             storage.step(fresh, counter)
 
-    def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
-        """Store the tokens of a step's decode steps, as `PagedStorage.step` does."""
+    def step_pages(self, storage: Any, step: Any, fresh: Mapping[Side, torch.Tensor]) -> None:
+        """Store the tokens of a `Step`'s decode steps, as `PagedStorage.step` does."""
         storage.step(step, fresh)
 
     attends_to_pages = False
