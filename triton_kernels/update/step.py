@@ -79,6 +79,7 @@ def _step_side(
 ):  # fmt: skip
     """Encode the tokens that are packed from this step on, `STEP.flush` or none, and write the step's own."""
     META: tl.constexpr = SIDE.meta
+    STRIDES: tl.constexpr = SIDE.strides
     BLOCK: tl.constexpr = SIDE.group if SIDE.group > ROWS else ROWS
     i_sh = counts.slot * STEP.heads + i_h
     if ENCODE is not None:  # noqa: SIM102 - known as it is compiled
@@ -88,7 +89,7 @@ def _step_side(
                 fields, o_row, m_t = memory[FIELDS:], i_sh * rows + o_token, o_token < counts.flushed
                 if STEP.page:
                     i_block = tl.load(counts.p_blocks + (counts.packed + start) // STEP.page)
-                    fields = in_block(fields, i_block, SIDE.strides)
+                    fields = in_block(fields, i_block, STRIDES)
                     o_row = i_h * STEP.page + o_token % STEP.page
                 else:
                     m_t &= o_token < rows  # in a full layer
