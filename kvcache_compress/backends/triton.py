@@ -117,12 +117,13 @@ class TritonBackend(TorchBackend):
 
     def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
         """Store the tokens of the decode steps in one kernel, likewise."""
-        with on_device(step.faults):
+        faults = step.faults(2 * storage.sinks["keys"].shape[1])
+        with on_device(faults):
             for side, codec in storage.codecs.items():
                 if codec.kernel_encoder is None:
                     storage.pack(step, side)
             own = {side: step.of_decodes(x) for side, x in fresh.items()}
-            self._kernels.step.step(storage, own, step.rows_before, step.faults)
+            self._kernels.step.step(storage, own, step.rows_before, faults)
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may lack their statistics

@@ -67,7 +67,6 @@ class Step:
 
     Attributes:
         bad: True for tokens that cannot be packed, bool `[n]`; layers add what they find.
-        faults: the same for decode steps, as a kernel notes it: int64 `[decode steps]`, 0 if good.
     """
 
     def __init__(self, parts: Iterable[tuple[Request, int]], windows: Windows, page: int, device: torch.device) -> None:
@@ -78,7 +77,7 @@ class Step:
         self.decodes = [part for part in self.parts if part.decodes]
         self.flushing = [part for part in self.decodes if part.leaving]
         self.bad = torch.zeros(self.tokens, dtype=torch.bool, device=device)
-        self.faults = torch.zeros(len(self.decodes), dtype=torch.int64, device=device)
+        self._faults: dict[int, torch.Tensor] = {}
         self._masks: dict[int, torch.Tensor] = {}
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -143,9 +142,16 @@ class Step:
         """Most packed tokens of a decode step, at least a flush of them."""
         return max(self.windows.flush, *(part.packed + part.leaving for part in self.decodes))
 
+    def faults(self, programs: int) -> torch.Tensor:
+        """What a kernel's programs find bad in decode steps: int64 `[decode steps, programs]`, 0 if nothing."""
+        if programs not in self._faults:
+            self._faults[programs] = self.rows.new_zeros(len(self.decodes), programs)
+        return self._faults[programs]
+
     def refused(self) -> list[bool]:
         """For each part, whether a token of it cannot be packed; waits for the device."""
-        self.bad[self.queries] |= self.faults > 0
+        for faults in self._faults.values():
+            self.bad[self.queries] |= (faults > 0).any(1)
         bad = self.bad.tolist()
         return [any(bad[part.first : part.first + part.count]) for part in self.parts]
 

@@ -31,7 +31,7 @@ class StaticStorage:
         tails: `[B, H, tail_capacity, D]` per side.
         counts: a copy of `Slots.rows` for each program of a step's kernel, int64 `[B, 2 H, 4]`, so that no program
             overwrites numbers that another still reads.
-        faults: int64 `[B]`, `NOT_FINITE` or `FULL` after an error, else 0.
+        faults: int64 `[B, 2 H]`, by program too: `NOT_FINITE` or `FULL` after an error, else 0.
     """
 
     page = 0
@@ -49,7 +49,7 @@ class StaticStorage:
                 self.tails[side] = state.sinks.new_zeros(batch, heads, self.windows.tail_capacity, dim)
             device = self.sinks["keys"].device
             self.counts = torch.zeros(batch, 2 * heads, 4, dtype=torch.int64, device=device)
-            self.faults = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.faults = torch.zeros(batch, 2 * heads, dtype=torch.int64, device=device)
         self.load(dynamic)
 
     @staticmethod

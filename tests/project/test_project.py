@@ -98,7 +98,7 @@ def test_a_method_of_ones_own(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     """The example packs tokens of a small model in place of SmolLM2."""
     load = loading.load_model
     monkeypatch.setattr(loading, "load_model", lambda _: load(saved_model(8)))
-    monkeypatch.setattr(registry, "_CODECS", {**registry._CODECS})
+    monkeypatch.setattr(registry, "_CODECS", {k: v for k, v in registry._CODECS.items() if k != "rounding"})
     runpy.run_path(str(ROOT / "examples" / "own_method.py"), run_name="__main__")
     packed = re.search(r"(\d+) of \d+ tokens packed", capfd.readouterr().out.replace(",", ""))
     assert packed is not None

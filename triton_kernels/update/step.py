@@ -30,7 +30,6 @@ SINKS, TAIL, FIELDS = (tl.constexpr(place) for place in range(3))
 """Indices into a side's memory: sinks, tail, fields."""
 UNENCODED = KernelEncoder(None, ())
 """Stands in for the encoder of a side that has none."""
-UNBOUNDED = 2**31 - 1
 
 
 class StepSide(NamedTuple):
@@ -141,7 +140,7 @@ def step_kernel(
     flushed = packed + tl.where(tail > STEP.recent, (tail - STEP.recent) // STEP.flush * STEP.flush, 0)
     counts = Counts(tl.load(p_counts), sinks, packed, tail, flushed, p_counts + 4)
     p_rope += i_b * s_rope
-    p_faults += i_b
+    p_faults += 2 * tl.program_id(0) + tl.program_id(1)
     if tl.program_id(1) == 0:
         _step_side(
             p_k, keys, k_tables, p_rope, p_faults, s_k_b, s_k_h, s_k_t, i_b, i_h, counts, capacity, k_rows,
@@ -177,7 +176,7 @@ def step(
 
     Args:
         counts: `StaticStorage.counts`, or the pages' rows of `Backend.attend_to_pages` from before the step.
-        faults: int64 `[B]`, becomes 1 where a vector is not finite or longer than `LONGEST`, and 2 in a full layer.
+        faults: int64 `[B, 2 H]`, by program: becomes 1 if a vector cannot be packed, and 2 if the layer is full.
         counter: int64 `[]`, receives the number of tokens of a static layer.
     """
     windows, rope, page = storage.windows, storage.rope_rows, storage.page
@@ -191,7 +190,7 @@ def step(
         k_tables=k_encoder.tables, v_tables=v_encoder.tables, p_counts=counts, p_faults=faults,
         p_total=counts if counter is None else counter,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, s_counts=counts.stride(0),
-        capacity=windows.capacity or UNBOUNDED, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        capacity=windows.capacity or 2**31 - 1, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
         **rope_inputs(rope, fields[0][0]),
     )  # fmt: skip
     strides = [tuple([x.stride(0) for x in side]) if page else () for side in fields]
