@@ -46,11 +46,10 @@ def problems(figures: list[dict[str, str]]) -> list[str]:
 
 
 def unknown_commits() -> list[str]:
-    """Result files with a row whose commit is not in the history, if that is whole."""
+    """List commits of result rows that are not in the git history; none in shallow clones."""
     if (ROOT / ".git" / "shallow").exists():
         return []
-    run = subprocess.run(["git", "rev-list", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    known = {commit[:7] for commit in run.stdout.split()}
+    known = {commit[:7] for commit in subprocess.check_output(["git", "rev-list", "HEAD"], cwd=ROOT, text=True).split()}
     return [
         f"{path.name}: {commit} is not in the history"
         for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))

@@ -46,7 +46,7 @@ def essay(path: str) -> str:
 
 
 DOWNLOADS = {"wikitext-2": wikitext, "essays": essay, "longbench": longbench, "gsm8k": gsm8k}
-"""What downloads the text of a file, by its folder. RULER's scripts write their file (4,096 tokens); no host has it."""
+"""Functions that download a file's text, by its folder. No host has RULER's file, which its scripts write."""
 DIGESTS = Path(__file__).with_name("data.sha256")
 """The files that the committed results were measured on."""
 

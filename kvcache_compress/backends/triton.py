@@ -116,7 +116,7 @@ class TritonBackend(TorchBackend):
             self._kernels.step.step(storage, fresh, storage.counts, storage.faults, counter)
 
     def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
-        """Store the tokens of the decode steps in one kernel, likewise."""
+        """Store decode steps' tokens in one kernel; PyTorch packs the sides whose codec has no kernel encoder."""
         faults = step.faults(2 * storage.sinks["keys"].shape[1])
         with on_device(faults):
             for side, codec in storage.codecs.items():

@@ -90,13 +90,13 @@ class Step:
 
     @cached_property
     def appended(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of decode tokens that become sinks, and of others: indices in the step, slots, and places there, `[3, n]`."""
+        """Where decode steps' new tokens go, sinks, then others: index in the step, slot, place in it, `[3, n]`."""
         sinks = [(part.first, part.request.slot, part.sinks) for part in self.decodes if part.new_sinks]
         tails = [(part.first, part.request.slot, *self.ring(part, -1)) for part in self.decodes if not part.new_sinks]
         return self._tensor(sinks).view(-1, 3).T, self._tensor(tails).view(-1, 3).T
 
     def of_decodes(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of `[H, n, D]` that belong to decode steps, `[decode steps, H, 1, D]`."""
+        """Select the decode steps' tokens from `[H, n, D]`: `[decode steps, H, 1, D]`."""
         own = x if len(self.decodes) == self.tokens else x[:, self.queries]
         return own.transpose(0, 1)[:, :, None]
 
@@ -126,7 +126,7 @@ class Step:
 
     @cached_property
     def rows_before(self) -> torch.Tensor:
-        """The same with the numbers of tokens before the step."""
+        """`rows` as they were before the step."""
         return self._rows([(part.sinks, part.packed, part.tail) for part in self.decodes])
 
     def _rows(self, counts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Step:
         return max(self.windows.flush, *(part.packed + part.leaving for part in self.decodes))
 
     def faults(self, programs: int) -> torch.Tensor:
-        """What a kernel's programs find bad in decode steps: int64 `[decode steps, programs]`, 0 if nothing."""
+        """Flags that a kernel's programs raise for tokens that cannot be packed: int64 `[decode steps, programs]`."""
         if programs not in self._faults:
             self._faults[programs] = self.rows.new_zeros(len(self.decodes), programs)
         return self._faults[programs]
@@ -236,7 +236,7 @@ class PagedStorage:
         return self._view(side, self.sinks[side], self.pools[side], self.page, self.tails[side], track)
 
     def append(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> dict[int, tuple[View, View]]:
-        """Store a step's tokens `[1, H, n, D]`; return what parts attend to that do not attend to pages, by part.
+        """Store a step's tokens `[1, H, n, D]`; return, by part, the views of parts that do not attend to pages.
 
         Tokens that cannot be packed are marked in the step and stored as zeros.
         """

@@ -85,6 +85,9 @@ class StaticStorage:
         self.counts.copy_(slot_rows(len(self.counts), self.windows.sinks, length, packed)[:, None])
         self.backend, self._carrier = dynamic.backend, dynamic
         """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale."""
+        self.codecs: dict[Side, Codec] = {side: state.codec for side, state in dynamic.sides.items()}
+        self.pools: dict[Side, Fields] = {side: state.store.buffers for side, state in dynamic.sides.items()}
+        """Packed fields per side, `[B, H, capacity / field.tokens, *field.shape]`."""
         if all(state.prepared for state in dynamic.sides.values()):
             self.backend.ready(dynamic.sides)
 
@@ -96,15 +99,6 @@ class StaticStorage:
     def rows(self) -> torch.Tensor:
         """`Slots.rows`."""
         return self.counts[:, 0]
-
-    @property
-    def codecs(self) -> dict[Side, Codec]:
-        return {side: state.codec for side, state in self._carrier.sides.items()}
-
-    @property
-    def pools(self) -> dict[Side, Fields]:
-        """Packed fields per side, `[B, H, capacity / field.tokens, *field.shape]`."""
-        return {side: state.store.buffers for side, state in self._carrier.sides.items()}
 
     @property
     def rope_rows(self) -> torch.Tensor | None:

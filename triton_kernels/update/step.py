@@ -33,7 +33,11 @@ UNENCODED = KernelEncoder(None, ())
 
 
 class StepSide(NamedTuple):
-    """Constants of a side: head dimension, padded head dimension, group size, encoder constants, strides of blocks."""
+    """Constants of a side.
+
+    dim, padded: head dimension, and as a power of two; group: tokens encoded together; meta: the encoder's constants;
+    strides: numbers from one block of a field to the next, empty without pages.
+    """
 
     dim: int
     padded: int
@@ -61,7 +65,7 @@ class StepForm(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Slot of a sequence; its sinks, packed and tail tokens, and packed ones after the step; where its blocks are."""
+    """A sequence's slot, sinks, packed and tail tokens before the step, packed ones after it, and its block table."""
 
     slot: Any
     sinks: Any
@@ -128,9 +132,9 @@ def step_kernel(
     """Store the tokens of a step of one head: keys in programs `(·, 0)`, values in programs `(·, 1)`.
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`; fields have `k_rows` or `v_rows` tokens per
-    head. `p_counts` has a row of numbers for each sequence, `s_counts` apart: slot, sinks, packed and tail tokens, and
-    with pages the blocks. With `MOVES` each program has a row of its own and counts the step there, and with `COUNTED`
-    in `p_total`. `capacity` is the most tokens of a sequence.
+    head. `p_counts` has a row per sequence, with stride `s_counts`: its slot, its numbers of sinks, packed and tail
+    tokens, and the blocks of its pages. With `MOVES` each program has a row of its own and updates it; with `COUNTED`
+    the first program also writes the total to `p_total`. `capacity` is the most tokens of a sequence.
     """
     i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
     p_counts += i_b * s_counts
