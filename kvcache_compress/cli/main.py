@@ -4,13 +4,14 @@ import warnings
 
 import typer
 
-from . import calibrate, demo, evaluate, installation, memory, presets, tune
+from . import calibrate, demo, evaluate, installation, memory, presets, serve, tune
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
 )
 for _command in (
     demo.demo, presets.presets, memory.memory, calibrate.calibrate, tune.tune,
+    serve.serve,
     installation.build, installation.doctor,
 ):  # fmt: skip
     app.command()(_command)

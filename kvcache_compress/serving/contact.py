@@ -4,6 +4,7 @@
 full-attention layers in our pages, and sliding layers in Transformers' own.
 """
 
+import bisect
 import copy
 import hashlib
 import inspect
@@ -31,7 +32,9 @@ from .plan import Plan
 logger = logging.getLogger(__name__)
 _MANY = 1 << 40
 """Blocks that no pool has: how an allocator says that a request must wait."""
-_OWN = {"_add", "_hashes", "_keep_sinks", "_copy", "acquire_prefix", "rejected"}
+_OWN = {
+    "_add", "_hashes", "_keep_sinks", "_copy", "acquire_prefix", "rejected", "sectors_of", "most_tokens",
+}  # fmt: skip
 """Methods of the classes here that override nothing."""
 SLIDING_STEP_TOKENS = 512
 """Most tokens of a step by default if there are sliding layers, whose mask is as wide as the pool."""
@@ -118,7 +121,8 @@ class _Allocator(FullAttentionCacheAllocator):
             self.ledger.acquire(block)
         packed = len(found) * self.plan.page
         request = self._add(request_id, self.windows.sinks + packed, packed)
-        self._copy(self.prefix_sinks[found[0]][0], request.slot, tails=False)
+        self.prefix_sinks[found[0]] = held = self.prefix_sinks.pop(found[0])  # the latest used is the last
+        self._copy(held[0], request.slot, tails=False)
         return request.tokens
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
@@ -136,13 +140,20 @@ class _Allocator(FullAttentionCacheAllocator):
                 return  # another request has computed the same pages
 
     def _keep_sinks(self, slot: int, block: int, known: int) -> bool:
-        """Copy a request's sinks to a row of their own; False if none is free."""
-        kept = {b: held for b, held in self.prefix_sinks.items() if self.ledger.block_to_hash.get(b) == held[1]}
-        rows = set(range(self.plan.slots, self.plan.slots + self.plan.prefixes)) - {row for row, _ in kept.values()}
-        self.prefix_sinks = kept
-        if not rows or known in self.ledger.hash_to_block:
+        """Copy a request's sinks to a row of their own; False if running requests use all rows."""
+        if known in self.ledger.hash_to_block:
             return False
-        kept[block] = min(rows), known
+        kept = {b: held for b, held in self.prefix_sinks.items() if self.ledger.block_to_hash.get(b) == held[1]}
+        if len(kept) == self.plan.prefixes:
+            unused = next((b for b in kept if b in self.ledger.cached_blocks), None)
+            if unused is None:
+                return False
+            del kept[unused]
+            self.ledger.acquire(unused)
+            self.ledger.release(unused, no_cache=True)
+            self.pool.free_blocks(self.index, [unused])
+        rows = set(range(self.plan.slots, self.plan.slots + self.plan.prefixes)) - {row for row, _ in kept.values()}
+        self.prefix_sinks = kept | {block: (min(rows), known)}
         self._copy(slot, min(rows), tails=False)
         return True
 
@@ -198,7 +209,21 @@ class _Cache(cb_cache.PagedAttentionCache):
         if not self.use_prefix_sharing:
             return 0
         state = self.processor.scheduler.waiting_requests[request_id]
-        return self.pages.acquire_prefix(request_id, prompt_ids, _total(state))
+        shared = self.pages.acquire_prefix(request_id, prompt_ids, _total(state))
+        if (sampling := state.logit_processor_kwargs.get("sampling")) is not None:
+            sampling.shared_tokens = shared
+        return shared
+
+    def sectors_of(self, tokens: int) -> int:
+        """Sectors that a request of so many tokens needs."""
+        return sum(
+            -(-one._compute_blocks_needed(0, 0, tokens) // one.blocks_per_sector)
+            for one in self.cache_allocators.values()
+        )
+
+    def most_tokens(self) -> int:
+        """Most tokens of a request."""
+        return bisect.bisect_right(range(self.num_sectors * _MANY), self.num_sectors, key=self.sectors_of) - 1
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
         forked = dst_req_ids[: len(self.pages.free_slots)]
@@ -295,10 +320,7 @@ def _check_arrivals(processor: Any, plan: Plan) -> None:
     def checked(state: Any) -> None:
         try:
             plan.check_request(len(state.initial_tokens), state.max_new_tokens)
-            needed = sum(
-                -(-one._compute_blocks_needed(0, 0, _total(state)) // one.blocks_per_sector)
-                for one in cache.cache_allocators.values()
-            )
+            needed = cache.sectors_of(_total(state))
             if needed > cache.num_sectors:
                 raise ValueError(
                     f"{len(state.initial_tokens)} + {state.max_new_tokens} tokens need {needed} blocks, and the pool "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.cache.compressed_cache import CompressedCache
@@ -41,21 +41,20 @@ class ModelCodecs:
     windows: Windows
 
 
-def built_in_text(model: PreTrainedModel) -> torch.Tensor:
-    """Token ids of the built-in text, `[STATISTICS_TOKENS]`, by the tokenizer in the model's folder.
+def built_in_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of the built-in text, at most `STATISTICS_TOKENS`."""
+    text = (files("kvcache_compress.eval.tasks") / "data" / "default_text.txt").read_text(encoding="utf-8")
+    return list(tokenizer(text)["input_ids"][:STATISTICS_TOKENS])
 
-    Raises:
-        ValueError: there is no tokenizer.
-    """
+
+def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        return AutoTokenizer.from_pretrained(model.name_or_path)
     except Exception as error:  # Transformers raises exceptions of many types
         raise ValueError(
             f"statistics=None: no tokenizer for the built-in text in {model.name_or_path!r} ({type(error).__name__}). "
             "Pass the token ids of about a thousand tokens of text as statistics"
         ) from error
-    text = (files("kvcache_compress.eval.tasks") / "data" / "default_text.txt").read_text(encoding="utf-8")
-    return torch.tensor(tokenizer(text)["input_ids"][:STATISTICS_TOKENS])
 
 
 def model_codecs(model: PreTrainedModel, compression: CompressionConfig, text: torch.Tensor | None) -> ModelCodecs:
@@ -71,7 +70,7 @@ def model_codecs(model: PreTrainedModel, compression: CompressionConfig, text: t
         raise ValueError("quantize_generated=False: pages hold generated tokens too; drop it")
     cache = CompressedCache(model.config, compression)
     plans = compression.plan(layer_types(cache.decoder_config, cache.layers))
-    text = built_in_text(model) if text is None else text
+    text = torch.tensor(built_in_text(_tokenizer_of(model))) if text is None else text
     logger.info("measuring the statistics of %s on %d tokens", model.name_or_path, len(text))
     with torch.no_grad():
         model(text[None].to(model.device), logits_to_keep=1, **{cache_argument(): cache})

@@ -351,3 +351,21 @@ def test_replaced_blocks_end_their_managers(model: Any) -> None:
     first.stop()
     assert not hasattr(model, "_cached_continuous_batching_manager")
     assert not attends_fused(model)
+
+
+def test_the_latest_prefixes_are_shared(model: Any) -> None:
+    """There are rows for the sinks of few prefixes; one that nobody uses makes room for another."""
+    first, second = prompts((150, 150), seed=7)
+    with compress(model, NONE, memory="400KiB", statistics=TEXT):
+        config = batching(allow_block_sharing=True, max_requests_per_batch=2)
+        with model.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+            shared = []
+            for prompt in (first, first, second, second, first):
+                manager.add_request(prompt, max_new_tokens=4)
+                assert manager.get_result(timeout=60).error is None
+                pages = manager.batch_processor.cache.pages
+                shared.append(len(pages.prefix_sinks))
+            assert pages.plan.prefixes == 1
+            assert shared == [1] * 5
+            kept = next(iter(pages.prefix_sinks))
+            assert pages.ledger.block_to_hash[kept] == next(pages._hashes(first))

@@ -1,0 +1,221 @@
+"""What stands before the server's app: keys, sizes, settings that cannot be met, clients that leave, and the log."""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .metrics import Metrics
+
+logger = logging.getLogger(__name__)
+ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Paths that generate."""
+OPEN = ("/v1/models", "/health", "/metrics")
+"""Other paths that answer; all others are closed."""
+BODY_SECONDS = 30
+"""Longest time for a client to send its body."""
+
+
+class ChatMessage(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+
+
+class Body(BaseModel):
+    """Fields of a request that decide whether it can be answered; the app checks the others."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    stream: bool | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
+    # What the engine cannot do, so that nobody gets another answer than the one asked for.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: None = None
+    stop: None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    generation_config: None = None
+
+    @property
+    def asked(self) -> int | None:
+        """Most tokens of the answer, if the request says."""
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
+
+
+@dataclass
+class Record:
+    """What is known of a request in flight."""
+
+    body: Body
+    begin: float = field(default_factory=time.perf_counter)
+    admitted: bool = False
+    prompt: int = 0
+    written: int = 0
+    shared: int = 0
+
+
+CURRENT: ContextVar[Record] = ContextVar("request")
+
+
+def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)
+
+
+def problems(error: ValidationError | RequestValidationError) -> str:
+    """What is wrong with each field, in one line."""
+    found = []
+    for one in error.errors():
+        unsupported = one["type"] in ("none_required", "literal_error")
+        problem = "not supported; leave it out" if unsupported else one["msg"]
+        found.append(": ".join([*filter(None, [".".join(map(str, one["loc"]))]), problem]))
+    return "; ".join(found)
+
+
+class Guard:
+    """ASGI middleware around the server's app.
+
+    Args:
+        app: the app.
+        metrics: counts requests by status.
+        key: clients must send it as a bearer token, except to `/health`; None lets everyone in.
+        most_bytes: largest body.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, key: str | None, most_bytes: int) -> None:
+        self.app, self.metrics, self.key, self.most_bytes = app, metrics, key, most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        generates = path in ANSWERED and method == "POST"
+        begin, status, record = time.perf_counter(), 499, None
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            refused = self._refused(scope)
+            body = b""
+            if refused is None and generates:
+                refused, body = await self._read(scope, receive)
+            if refused is None and generates:
+                try:
+                    record = Record(Body.model_validate_json(body))
+                except ValidationError as error:
+                    refused = refusal(400, problems(error))
+                else:
+                    # For Transformers a response without `stream` is a stream, and for OpenAI it is not.
+                    body = body if record.body.stream is not None else b'{"stream":false,' + body.strip()[1:]
+            if refused is not None:
+                await refused(scope, receive, counted)
+            elif record is None:
+                await self.app(scope, receive, counted)
+            else:
+                CURRENT.set(record)
+                await self._answer(scope, body, receive, counted)
+        finally:
+            if generates:
+                self.metrics.requests.labels(status).inc()
+                logger.info(
+                    "%s %d %.2f s, %s", path, status, time.perf_counter() - begin,
+                    f"{record.prompt} tokens ({record.shared} shared), {record.written} written"
+                    if record and record.admitted else "refused",
+                )  # fmt: skip
+
+    def _refused(self, scope: Scope) -> JSONResponse | None:
+        path, headers = scope["path"], dict(scope["headers"])
+        if path not in ANSWERED and path not in OPEN:
+            return refusal(404, f"{path}: this server answers {', '.join(ANSWERED + OPEN)}")
+        sent = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if self.key is not None and path != "/health" and not hmac.compare_digest(sent, self.key.encode()):
+            return refusal(401, "the Authorization header must be 'Bearer' and this server's key")
+        return None
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[JSONResponse | None, bytes]:
+        """Read a body, without holding more of it than is allowed."""
+        body = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > self.most_bytes:
+                        return refusal(413, f"bodies of more than {self.most_bytes} bytes are refused"), b""
+                    if not message.get("more_body"):
+                        return None, body
+        return refusal(408, f"the body took more than {BODY_SECONDS} seconds", {"Connection": "close"}), b""
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the app on a body that was read, and stop it when the client leaves."""
+        left, given = asyncio.Event(), False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                await left.wait()
+                return {"type": "http.disconnect"}
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+            running.cancel()
+
+        running = asyncio.ensure_future(self.app(scope, replay, send))
+        watching = asyncio.ensure_future(watch())
+        try:
+            await running
+        except asyncio.CancelledError:
+            if not left.is_set():  # the server stops
+                raise
+        finally:
+            watching.cancel()
+
+
+def answer_errors(app: Any) -> None:
+    """Let the app answer errors as OpenAI's clients read them."""
+
+    def malformed(request: Any, error: Exception) -> JSONResponse:
+        record = CURRENT.get(None)
+        status = 500 if record is None or record.admitted else 400
+        return refusal(status, f"{type(error).__name__}: {error}")
+
+    app.add_exception_handler(
+        HTTPException, lambda request, error: refusal(error.status_code, str(error.detail), error.headers)
+    )
+    app.add_exception_handler(RequestValidationError, lambda request, error: refusal(400, problems(error)))
+    for kind in (ValueError, LookupError, TypeError, AttributeError, RuntimeError, TemplateError):
+        app.add_exception_handler(kind, malformed)

@@ -1,0 +1,80 @@
+"""How each request of the server chooses its tokens."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+
+
+@dataclass
+class Sampling:
+    """Settings of one request, with the names and meanings of OpenAI's interface.
+
+    Attributes:
+        temperature: 0 chooses the most probable token.
+        top_p, top_k: 1 and 0 keep all tokens.
+        seed: makes the tokens of this request reproducible.
+        kept: where given, receives the model's log-probabilities of the first `keep` tokens, `[vocabulary]`.
+        shared_tokens: prompt tokens found in shared pages, set by the engine.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    kept: list[torch.Tensor] | None = None
+    keep: int = 64
+    shared_tokens: int = field(default=0, init=False)
+    _generator: torch.Generator | None = field(default=None, init=False)
+
+    def apply(self, scores: torch.Tensor, written: list[int]) -> None:
+        """Change scores `[vocabulary]` in place so that the largest is the next token after those `written`."""
+        if self.kept is not None and len(self.kept) < self.keep:
+            self.kept.append(scores.log_softmax(-1))
+        for token, bias in self.logit_bias.items():
+            scores[token] += bias
+        if written and (self.frequency_penalty or self.presence_penalty):
+            counts = torch.bincount(torch.tensor(written, device=scores.device), minlength=len(scores))
+            scores -= self.frequency_penalty * counts + self.presence_penalty * (counts > 0)
+        if self.temperature == 0:
+            return
+        if self.seed is not None and self._generator is None:
+            self._generator = torch.Generator(scores.device).manual_seed(self.seed)
+        values, tokens = scores, None
+        if self.top_k or self.top_p < 1:
+            values, tokens = scores.topk(min(self.top_k or len(scores), len(scores)))
+        probabilities = ((values - values.max()) / self.temperature).softmax(-1)
+        probabilities.nan_to_num_(1.0)  # `multinomial` would stop all requests; the keys of this one are refused
+        if self.top_p < 1:
+            probabilities[probabilities.cumsum(-1) - probabilities >= self.top_p] = 0
+        chosen = torch.multinomial(probabilities, 1, generator=self._generator)
+        scores.fill_(-torch.inf)
+        scores[chosen if tokens is None else tokens[chosen]] = 0
+
+
+class Sampler(ContinuousBatchingLogitsProcessor):
+    """Applies each request's `Sampling`, its argument `sampling`; without one, the most probable token is chosen."""
+
+    supported_kwargs: ClassVar[dict[str, type]] = {"sampling": Sampling}
+    ignored_kwargs = ()
+
+    def __init__(self) -> None:
+        self._requests: list[Any] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        self._requests = [one.state for one in requests_with_new_token]
+        return torch.zeros(len(self._requests), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for row, request in zip(scores, self._requests, strict=True):
+            sampling = request.logit_processor_kwargs.get("sampling")
+            if sampling is not None:
+                sampling.apply(row, request.generated_tokens)
+        return scores

@@ -1,0 +1,66 @@
+"""Compare a share of the server's answers with a full cache."""
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from .metrics import Metrics
+
+logger = logging.getLogger(__name__)
+WAITING = 2
+"""Answers that may wait to be compared; more are left out."""
+
+
+@dataclass
+class _Answer:
+    prompt: list[int]
+    written: list[int]
+    kept: list[torch.Tensor]
+
+
+class Verifier:
+    """A thread that reads finished answers again, without a cache.
+
+    Args:
+        model: the model that serves.
+        metrics: gets the sums.
+        rate: share of the requests to compare, up to 1.
+    """
+
+    def __init__(self, model: PreTrainedModel, metrics: Metrics, rate: float) -> None:
+        self.model, self.metrics, self.rate = model, metrics, rate
+        self._answers: queue.Queue[_Answer] = queue.Queue(WAITING)
+        threading.Thread(target=self._run, name="verifier", daemon=True).start()
+
+    def submit(self, prompt: list[int], written: list[int], kept: list[torch.Tensor]) -> None:
+        """Compare the tokens of `written` whose log-probabilities, `[vocabulary]` each, were kept."""
+        try:
+            self._answers.put_nowait(_Answer(prompt, written, kept))
+        except queue.Full:
+            logger.info("an answer is not compared with a full cache: %d others wait", WAITING)
+
+    def _run(self) -> None:
+        while True:
+            answer = self._answers.get()
+            try:
+                self.compare(answer.prompt, answer.written, answer.kept)
+            except Exception:
+                logger.exception("an answer could not be compared with a full cache")
+
+    @torch.no_grad()
+    def compare(self, prompt: list[int], written: list[int], kept: list[torch.Tensor]) -> float:
+        """Count, and return the mean KL divergence of the compressed cache from the full one, in nats per token."""
+        count = min(len(kept), len(written))
+        ids = torch.tensor([[*prompt, *written[: count - 1]]], device=self.model.device)
+        full = self.model(ids, use_cache=False, logits_to_keep=count).logits[0].float().log_softmax(-1)
+        compressed = torch.stack(kept[:count]).float()
+        divergence = (full.exp() * (full - compressed)).sum(-1).clamp(min=0).sum()
+        equal = (full.argmax(-1) == compressed.argmax(-1)).sum()
+        self.metrics.verified_tokens.inc(count)
+        self.metrics.verified_equal.inc(float(equal))
+        self.metrics.verified_kl.inc(float(divergence))
+        return float(divergence) / count
