@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .config import preset_names as preset_names
     from .config import register_method as register_method
     from .serving.compress import compress as compress
+    from .serving.prefix_store import PrefixStore as PrefixStore
 
 _NAMES = {
     "attention.interface": ("disable_fused_attention", "enable_fused_attention"),
@@ -36,6 +37,7 @@ _NAMES = {
     "cache.compressed_cache": ("CompressedCache",),
     "config": ("CompressionConfig", "get_method", "load_config", "method_names", "preset_names", "register_method"),
     "serving.compress": ("compress",),
+    "serving.prefix_store": ("PrefixStore",),
 }  # fmt: skip
 """Public names by module."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

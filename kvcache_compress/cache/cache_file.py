@@ -13,6 +13,7 @@ those that are Transformers' own, and the share of the model's heads. Tensors, f
     rope.{first}.{stride}                  [B, groups, 2 * rotary] cos and sin of the tokens `first + g * stride`, if a
                                            codec needs them
     padding                                int64 [B] or [1], the rows' left padding, if they have any
+    tokens                                 int64 [T] the ids of all tokens, if given
 
 The header has the bits of layers whose `BitBudget` has chosen them.
 Rotations are made anew from their seeds, and files of calibration (CommVQ's, spectral's) stay where they are; `check`
@@ -48,8 +49,8 @@ CHECK_TOLERANCE = 1e-3
 """Relative error (RMS) up to which decoded tokens count as equal: devices and releases of torch round differently."""
 
 
-def save_cache(cache: Any, path: str | Path) -> None:
-    """Write a cache to `path`; see `CompressedCache.save`."""
+def save_cache(cache: Any, path: str | Path, tokens: torch.Tensor | None = None) -> None:
+    """Write a cache to `path`, with its tokens `[T]` if given; see `CompressedCache.save`."""
     path = Path(path).expanduser()
     if isdir(path):
         raise ValueError(f"path={quoted(str(path))} is a folder; pass the name of a file")
@@ -73,6 +74,8 @@ def save_cache(cache: Any, path: str | Path) -> None:
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
     if (rows := cache.padding.rows) is not None:
         tensors["padding"] = rows.tokens
+    if tokens is not None:
+        tensors["tokens"] = tokens
     if unreal := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(f"the cache cannot be saved: {unreal[0]} is on the meta device")
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -173,6 +176,7 @@ def _restore(
 ) -> None:
     """Fill a new cache from tensors, copied to `device`."""
     left = dict(tensors)
+    left.pop("tokens", None)
     cache.padding.restore(left.pop("padding", None), device)
     ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
     for index, (layer, described) in enumerate(zip(cache.layers, layers, strict=True)):

@@ -23,6 +23,10 @@ def serve(
     memory: Annotated[str, typer.Option(help="Size of the cache: 8GiB, or 50% of what is free.")] = "50%",
     max_requests: Annotated[int | None, typer.Option(help="Most requests at once.", min=1)] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a request, with its answer.", min=2)] = None,
+    prefix_store: Annotated[
+        Path | None, typer.Option(help="Folder that keeps compressed prompts for the next start.", file_okay=False)
+    ] = None,
+    max_store: Annotated[str, typer.Option(help="Most bytes in that folder.")] = "10GiB",
     verify: Annotated[
         float, typer.Option(help="Share of the answers that are compared with a full cache.", min=0, max=1)
     ] = 0,
@@ -48,6 +52,7 @@ def serve(
 
             from kvcache_compress.eval.runner.load import load
             from kvcache_compress.serving.app import Server
+            from kvcache_compress.serving.prefix_store import PrefixStore
             from kvcache_compress.serving.statistics import STATISTICS_TOKENS
         except ImportError as error:
             fail(f'the server needs its extra: pip install "kvcache-compress[serve]" ({error})')
@@ -62,6 +67,7 @@ def serve(
         server = Server(
             loaded, tokenizer, model, cache, statistics=text and text[:STATISTICS_TOKENS], memory=memory,
             max_requests=max_requests, most_tokens=max_model_len, verify=verify, key=key,
+            prefix_store=None if prefix_store is None else PrefixStore(prefix_store, max_store),
         )  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises it again once it has stopped
     try:

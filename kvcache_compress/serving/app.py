@@ -27,6 +27,7 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from .compress import compress
 from .guard import CURRENT, Guard, Record, answer_errors
 from .metrics import Gauges, Metrics
+from .prefix_store import PrefixStore
 from .sampling import Sampler, Sampling
 from .statistics import built_in_text
 from .verify import Verifier
@@ -178,6 +179,7 @@ class Server:
         most_tokens: most tokens of a request, or None for as many as the model and the memory hold.
         verify: share of the answers that are compared with a full cache.
         key: see `Guard`.
+        prefix_store: pages are kept there too, for the next start.
 
     Raises:
         ValueError: `compress` or the plan of its memory refuses the arguments.
@@ -188,12 +190,13 @@ class Server:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, compression: Any, *,
         statistics: Sequence[int] | None = None, memory: int | str = "50%", max_requests: int | None = None,
         most_tokens: int | None = None, verify: float = 0, key: str | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> None:  # fmt: skip
         _check()
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
         metrics = Metrics()
         text = built_in_text(tokenizer) if statistics is None else statistics
-        self._compression = compress(model, compression, memory=memory, statistics=text)
+        self._compression = compress(model, compression, memory=memory, statistics=text, prefix_store=prefix_store)
         batching = ContinuousBatchingConfig(max_requests_per_batch=max_requests, per_request_processors=True)
         verifier = Verifier(model, metrics, verify) if verify else None
         self._requests = Requests(batching, metrics, most_tokens or sys.maxsize, verifier)

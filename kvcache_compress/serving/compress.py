@@ -21,6 +21,7 @@ from kvcache_compress.modeling.adapters import compressible
 from kvcache_compress.modeling.decoder import cache_argument
 
 from .plan import Plan, bytes_of
+from .prefix_store import PrefixStore, identity
 from .statistics import ModelCodecs, model_codecs
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class _Call:
     fused: bool | None
     memory: int | str
     statistics: torch.Tensor | None
+    store: PrefixStore | None
     in_block: bool = False
     reported: bool = False
     codecs: ModelCodecs | None = None
@@ -92,11 +94,11 @@ class _Call:
     def plan(self, model: PreTrainedModel, batching: ContinuousBatchingConfig, most_tokens: int | None) -> Plan:
         """Plan the memory of continuous batching; the first call measures the statistics."""
         if self.codecs is None:
-            self.codecs = model_codecs(model, self.compression, self.statistics)
+            self.codecs = model_codecs(model, self.compression, self.statistics, self.store)
         decoder = model.config.get_text_config(decoder=True)
         return Plan(
             decoder, self.codecs, batching, bytes_of(self.memory, model.device), most_tokens, model.dtype, model.device,
-            self.fused is not False,
+            self.fused is not False, self.store, "" if self.store is None else identity(model, self.compression),
         )  # fmt: skip
 
     def report_unfilled(self, model: PreTrainedModel, cache: CompressedCache) -> None:
@@ -134,6 +136,7 @@ def compress(
     fused: bool | None = None,
     memory: int | str = "50%",
     statistics: torch.Tensor | Sequence[int] | None = None,
+    prefix_store: PrefixStore | str | Path | None = None,
 ) -> Compression:
     """Make `model.generate` and `model.generate_batch` use compressed caches wherever they would create one themselves.
 
@@ -157,6 +160,8 @@ def compress(
             default).
         statistics: token ids of about a thousand tokens of text for the statistics of continuous batching, which all
             requests share; by default a built-in text, with the tokenizer in the model's folder.
+        prefix_store: a `PrefixStore`, or its folder. `generate` begins with the longest stored prefix of its prompt, if
+            that is a single one without padding, and stores its own cache; continuous batching loads and stores pages.
 
     Raises:
         ValueError: `CompressedCache` refuses the model or the config, the model always uses a cache of its own (PEFT's
@@ -167,7 +172,8 @@ def compress(
     CompressedCache(inner.config, config)
     text = None if statistics is None else torch.as_tensor(statistics).flatten()
     bytes_of(memory)
-    return Compression(inner, config, fused, memory, text)
+    store = PrefixStore(prefix_store) if isinstance(prefix_store, str | Path) else prefix_store
+    return Compression(inner, config, fused, memory, text, store)
 
 
 def _enter(model: PreTrainedModel, call: _Call) -> None:
@@ -246,7 +252,14 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             if own or next((one for one in asked if one is not None), True) is False:
                 return generate(*args, **kwargs)
             call = opened[-1]
-            cache = CompressedCache(model.config, call.compression)
+            store = call.store
+            prompt = None if store is None else _single_prompt(generate, args, kwargs)
+            cache = None
+            if store is not None and prompt is not None:
+                cache = store.get(model, call.compression, prompt[0].tolist())
+                kwargs.setdefault("attention_mask", torch.ones_like(prompt))  # tells `generate` that this is all
+            if cache is None:
+                cache = CompressedCache(model.config, call.compression)
             handle = call.handle()
             if handle is not None:
                 handle.cache = cache
@@ -258,11 +271,29 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
                 kwargs["cache_implementation"] = None
             output = generate(*args, **kwargs)
             call.report_unfilled(model, cache)
+            if store is not None and prompt is not None:
+                store.put(model, cache, getattr(output, "sequences", output)[0, : cache.get_seq_length()].tolist())
             return output
         finally:
             del running.generate
 
     return generate_compressed
+
+
+def _single_prompt(generate: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The token ids `[1, T]` of a `generate` call, if it continues one text without padding, and nothing else."""
+    passed = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
+    passed = {**passed, **passed.pop("kwargs", {}), **passed.pop("model_kwargs", {})}
+    ids: torch.Tensor | None = passed.pop("inputs", passed.pop("input_ids", None))
+    mask = passed.pop("attention_mask", None)
+    others = any(isinstance(x, torch.Tensor) for x in passed.values())
+    if ids is None or len(ids) != 1 or others or (mask is not None and not mask.all()):
+        return None
+    config = passed.get("generation_config")
+    several = ("num_beams", "num_return_sequences")
+    if any((passed.get(name) or getattr(config, name, None) or 1) > 1 for name in several):
+        return None
+    return ids
 
 
 def _batching(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching import continuous_api, input_ou
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 
 from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
+from kvcache_compress.modeling.facts import model_facts
 from kvcache_compress.storage.checks import not_packable_error
 from kvcache_compress.storage.paged import PagedStep, PagedStorage, Request, Step
 
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 _MANY = 1 << 40
 """Blocks that no pool has: how an allocator says that a request must wait."""
 _OWN = {
-    "_add", "_hashes", "_keep_sinks", "_copy", "acquire_prefix", "rejected", "sectors_of", "most_tokens",
+    "_add", "_hashes", "_stored", "_name", "_tokens", "_register", "_keep_sinks", "_copy", "acquire_prefix", "rejected",
+    "sectors_of", "most_tokens",
 }  # fmt: skip
 """Methods of the classes here that override nothing."""
 SLIDING_STEP_TOKENS = 512
@@ -107,30 +109,58 @@ class _Allocator(FullAttentionCacheAllocator):
         `total` is how many tokens the request may have; if there is no room for it, nothing is shared.
         """
         found: list[int] = []
-        for known in self._hashes(tokens[:-1]):
+        hashes = list(self._hashes(tokens[:-1]))
+        for known in hashes:
             block = self.ledger.hash_to_block.get(known)
             if block is None:
                 break
             found.append(block)
+        stored = list(self._stored(hashes[len(found) :], len(found), tokens))
         lacking = self.plan.blocks_of(total) - len(found)
         free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
-        if not found or not self.free_slots or lacking > free:
+        if not (found or stored) or not self.free_slots or lacking > free:
             return 0
-        self.block_table[request_id] = found
         for block in found:
             self.ledger.acquire(block)
-        packed = len(found) * self.plan.page
+        while self.pool.count_free_blocks(self.index) < len(stored):
+            self.pool.allocate_sector(self.index)
+        loaded = self.pool.get_free_blocks(self.index, len(stored))
+        self.block_table[request_id] = found + loaded
+        packed = len(found + loaded) * self.plan.page
         request = self._add(request_id, self.windows.sinks + packed, packed)
-        self.prefix_sinks[found[0]] = held = self.prefix_sinks.pop(found[0])  # the latest used is the last
-        self._copy(held[0], request.slot, tails=False)
+        if found:
+            self.prefix_sinks[found[0]] = held = self.prefix_sinks.pop(found[0])  # the latest used is the last
+            self._copy(held[0], request.slot, tails=False)
+        with continuous_api.stream_context(self.stream):
+            for block, page in zip(loaded, stored, strict=True):
+                self._copy_view[block].copy_(page.pop("block"))
+                for layer, storage in self.storages.items() if page else ():
+                    for side, sinks in storage.sinks.items():
+                        sinks[request.slot].copy_(page[f"{layer}.{side}"])
+        self._register(request, hashes, None)
         return request.tokens
 
-    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        request = self.requests.get(request_id)
-        if request is None:
+    def _stored(self, hashes: list[int], first: int, tokens: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+        """Pages from `first` on that the store has."""
+        store = self.plan.store
+        if store is None:
             return
-        whole = request.packed // self.plan.page * self.plan.page
-        hashes = self._hashes(token_ids[: self.windows.sinks + whole])
+        for index, known in enumerate(hashes, first):
+            page = store.page(self._name(known), self._tokens(index, tokens))
+            if page is None:
+                return
+            yield page
+
+    def _name(self, known: int) -> str:
+        return f"{self.plan.identity}-{known:032x}"
+
+    def _tokens(self, index: int, tokens: list[int]) -> list[int]:
+        """Tokens of a page, the first with those of the sinks."""
+        start = self.windows.sinks + index * self.plan.page
+        return tokens[start * (index > 0) : start + self.plan.page]
+
+    def _register(self, request: Request, hashes: Iterable[int], tokens: list[int] | None) -> None:
+        """Let others find a request's whole pages, and store those that are new if `tokens` are given."""
         for index, (block, known) in enumerate(zip(request.blocks, hashes, strict=False)):
             if self.ledger.block_to_hash.get(block) == known:
                 continue
@@ -138,6 +168,20 @@ class _Allocator(FullAttentionCacheAllocator):
                 return
             if self.ledger.register_new_hash(block, known) is not None:
                 return  # another request has computed the same pages
+            if tokens is not None and (store := self.plan.store) is not None:
+                with continuous_api.stream_context(self.stream):
+                    page = {"block": self._copy_view[block].to("cpu", copy=True)}
+                    for layer, storage in self.storages.items() if index == 0 else ():
+                        for side, sinks in storage.sinks.items():
+                            page[f"{layer}.{side}"] = sinks[request.slot].to("cpu", copy=True)
+                store.put_page(self._name(known), model_facts(self.plan.config), self._tokens(index, tokens), page)
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        whole = request.packed // self.plan.page * self.plan.page
+        self._register(request, self._hashes(token_ids[: self.windows.sinks + whole]), token_ids)
 
     def _keep_sinks(self, slot: int, block: int, known: int) -> bool:
         """Copy a request's sinks to a row of their own; False if running requests use all rows."""

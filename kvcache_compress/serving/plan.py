@@ -14,6 +14,7 @@ from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.storage.paged import PagedStorage
 from kvcache_compress.validation import parse_size
 
+from .prefix_store import PrefixStore, digest_of, identity_of_codecs
 from .statistics import ModelCodecs
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Plan:
         most_tokens: tokens of the longest request, if known; requests are expected to have half as many.
         dtype, device: of the dense tokens.
         fused: False to decode pages before attention.
+        store: pages are kept there too, under names that begin with `identity`.
     """
 
     config: PreTrainedConfig
@@ -72,6 +74,8 @@ class Plan:
     dtype: torch.dtype
     device: torch.device
     fused: bool = True
+    store: PrefixStore | None = None
+    identity: str = ""
     slots: int = field(init=False)
     """Requests that can run at once."""
     prefixes: int = field(init=False)
@@ -94,6 +98,9 @@ class Plan:
         each = self._slot_bytes + pages + sharing * self._sink_bytes // PREFIX_SHARE
         self.slots = max(1, min(self.batching.max_requests_per_batch or 1, self.memory // each))
         self.prefixes = -(-self.slots // PREFIX_SHARE) if sharing else 0
+        if self.store is not None:
+            codecs = (codec for layer in self.codecs.layers.values() for codec in layer.codecs.values())
+            self.identity = digest_of(self.identity, identity_of_codecs(codecs), self.page, vars(windows))
 
     def _layout(self) -> tuple[dict[tuple[int, str], list[int]], int]:
         """Byte at which each field of a block begins, by layer and side, and the size of a block."""

@@ -18,6 +18,8 @@ from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.side import FLUSH_TOKENS, Windows
 
+from .prefix_store import PrefixStore
+
 logger = logging.getLogger(__name__)
 STATISTICS_TOKENS = 1024
 """Tokens of the built-in text from which statistics are measured."""
@@ -57,8 +59,10 @@ def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def model_codecs(model: PreTrainedModel, compression: CompressionConfig, text: torch.Tensor | None) -> ModelCodecs:
-    """Make codecs with the statistics of `text`, token ids `[n]`, or of the built-in text.
+def model_codecs(
+    model: PreTrainedModel, compression: CompressionConfig, text: torch.Tensor | None, store: PrefixStore | None
+) -> ModelCodecs:
+    """Make codecs with the statistics of `text`, token ids `[n]`, or of the built-in text; a store keeps them.
 
     Raises:
         ValueError: the config has what pages cannot have, its windows differ by layer, or the text is too short.
@@ -68,12 +72,17 @@ def model_codecs(model: PreTrainedModel, compression: CompressionConfig, text: t
             raise ValueError(f"{option}={getattr(compression, option)!r}: has no meaning for pages; drop it")
     if not compression.quantize_generated:
         raise ValueError("quantize_generated=False: pages hold generated tokens too; drop it")
-    cache = CompressedCache(model.config, compression)
-    plans = compression.plan(layer_types(cache.decoder_config, cache.layers))
     text = torch.tensor(built_in_text(_tokenizer_of(model))) if text is None else text
-    logger.info("measuring the statistics of %s on %d tokens", model.name_or_path, len(text))
-    with torch.no_grad():
-        model(text[None].to(model.device), logits_to_keep=1, **{cache_argument(): cache})
+
+    def measured() -> CompressedCache:
+        logger.info("measuring the statistics of %s on %d tokens", model.name_or_path, len(text))
+        cache = CompressedCache(model.config, compression)
+        with torch.no_grad():
+            model(text[None].to(model.device), logits_to_keep=1, **{cache_argument(): cache})
+        return cache
+
+    cache = measured() if store is None else store.statistics(model, compression, text, measured)
+    plans = compression.plan(layer_types(cache.decoder_config, cache.layers))
     found = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, CompressedLayer):
