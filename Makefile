@@ -83,7 +83,7 @@ $(VENV)/.runs: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tests: $(VENV)/.runs
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,peers,clients,docs,serve]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,peers,clients,docs,ray]"
 	[ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet --no-deps --upgrade \
 		--target $(VENV)/oldest-triton $(OLDEST_TRITON)
 	touch $@

@@ -3,8 +3,9 @@
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +33,10 @@ def serve(
     ] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    replicas: Annotated[
+        str | None,
+        typer.Option(help="Replicas with Ray Serve: a number, or a range such as 1-4 to follow the load."),
+    ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None,
     allow_anyone: Annotated[
         bool, typer.Option("--allow-anyone", help="Listen beyond this machine without a key.")
@@ -50,27 +55,60 @@ def serve(
         try:
             import uvicorn
 
-            from kvcache_compress.eval.runner.load import load
-            from kvcache_compress.serving.app import Server
-            from kvcache_compress.serving.prefix_store import PrefixStore
-            from kvcache_compress.serving.statistics import STATISTICS_TOKENS
+            from kvcache_compress.serving import app  # noqa: F401
+
+            if replicas is not None:
+                from kvcache_compress.serving import replicas as several
         except ImportError as error:
-            fail(f'the server needs its extra: pip install "kvcache-compress[serve]" ({error})')
+            extra = "serve" if replicas is None else "ray"
+            fail(f'the server needs its extra: pip install "kvcache-compress[{extra}]" ({error})')
+    make = partial(
+        load_server, model, cache, statistics=statistics, memory=memory, max_requests=max_requests,
+        most_tokens=max_model_len, verify=verify, key=key, dtype=dtype, device=device,
+        prefix_store=prefix_store, max_store=max_store,
+    )  # fmt: skip
+    with errors_as_lines():
+        if replicas is None:
+            server = make()
+        else:
+            several.start(make, _range_of(replicas), host, port, max_requests, STOP_SECONDS)
+    # For uvicorn, which raises it again once it has stopped, and in place of Ray's, which aborts after three seconds.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        if replicas is None:
+            uvicorn.run(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)
+        else:
+            signal.pause()
+    finally:
+        (server if replicas is None else several).stop()
+
+
+def load_server(
+    model: str, cache: str, *, statistics: Path | None, prefix_store: Path | None, max_store: str, dtype: str,
+    device: str | None, **options: Any,
+) -> Any:  # fmt: skip
+    """Load a model and start its `Server`, in this process or a replica's, with logs on standard error."""
+    from kvcache_compress.eval.runner.load import load
+    from kvcache_compress.serving.app import Server
+    from kvcache_compress.serving.prefix_store import PrefixStore
+    from kvcache_compress.serving.statistics import STATISTICS_TOKENS
+
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("kvcache_compress")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    with errors_as_lines():
-        loaded, tokenizer = load(model, dtype, device)
-        text = None if statistics is None else tokenizer(statistics.read_text(encoding="utf-8"))["input_ids"]
-        server = Server(
-            loaded, tokenizer, model, cache, statistics=text and text[:STATISTICS_TOKENS], memory=memory,
-            max_requests=max_requests, most_tokens=max_model_len, verify=verify, key=key,
-            prefix_store=None if prefix_store is None else PrefixStore(prefix_store, max_store),
-        )  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises it again once it has stopped
-    try:
-        uvicorn.run(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)
-    finally:
-        server.stop()
+    loaded, tokenizer = load(model, dtype, device)
+    text = None if statistics is None else tokenizer(statistics.read_text(encoding="utf-8"))["input_ids"]
+    store = None if prefix_store is None else PrefixStore(prefix_store, max_store)
+    return Server(
+        loaded, tokenizer, model, cache, statistics=text and text[:STATISTICS_TOKENS], prefix_store=store, **options
+    )
+
+
+def _range_of(replicas: str) -> tuple[int, int]:
+    """Fewest and most of `"2"` or `"1-4"`; raises ValueError for others."""
+    fewest, dash, most = replicas.partition("-")
+    if not (fewest.isdecimal() and (most.isdecimal() or not dash)) or not 1 <= int(fewest) <= int(most or fewest):
+        raise ValueError(f"replicas={replicas!r}: must be a number such as 2, or a range such as 1-4")
+    return int(fewest), int(most or fewest)
