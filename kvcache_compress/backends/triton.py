@@ -12,7 +12,6 @@ from kvcache_compress.codecs.base import Codec, Fields, Side
 from kvcache_compress.codecs.device import interpreting, on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
-from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.storage.packed_store import TailBuffer
 from kvcache_compress.storage.paged import PagedStorage, Step
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
@@ -80,24 +79,6 @@ class TritonBackend(TorchBackend):
                 encoder, x, store.writable_buffers(count, growing), store.tokens, state.rope_rows
             )
         store.tokens += count
-
-    def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
-        """Check, pack and move tokens with one launch per side; an error raised at once leaves everything unchanged."""
-        states = sides.values()
-        if not all(state.prepared and state.codec.kernel_encoder for state in states):
-            return False
-        following = []
-        flags = checks.flags(sides["keys"].sinks.device)
-        for state, good in zip(states, flags, strict=True):
-            following.append(state.tail.new_buffer(state.tail.tokens - leaving))
-            with on_device(state.sinks):
-                self._kernels.encoding.flush(state, leaving, following[-1], good)
-        checks.add_flags()
-        for state, buffer in zip(states, following, strict=True):
-            state.store.tokens += leaving
-            state.tail.buffer = buffer
-            state.tail.tokens -= leaving
-        return True
 
     def has_static_steps(self, device: torch.device) -> bool:
         return True

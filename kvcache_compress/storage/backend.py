@@ -14,7 +14,6 @@ from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
 
-from .checks import PackableChecks
 from .packed_store import TailBuffer
 from .side import MAX_DECODE_TOKENS, SideState
 from .view import AttentionPath, View
@@ -70,13 +69,6 @@ class Backend(AttentionPath):
         state.store.ensure_capacity(tokens, growing)
         for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
             self.encode(state, x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)], growing)
-
-    def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
-        """Check and pack the first `leaving` tokens of both tails and move the rest to new tails, all at once.
-
-        Returns False, with nothing done, if the back end is no faster than `pack` for these codecs.
-        """
-        return False
 
     def has_static_steps(self, device: torch.device) -> bool:
         """True if static layers use steps of static shapes on this device; CPUs gain nothing from them."""

@@ -14,8 +14,6 @@ CROPS_TO_LENGTH = tuple(map(int, transformers.__version__.split(".")[:2])) < (5,
 """True for Transformers before 5.20, whose `crop` takes a positive number as the length to keep."""
 LONGEST = torch.finfo(torch.float16).max
 """Largest norm of a vector that can be packed, because norms and scales are stored in 16 bits."""
-FLAG_NUMBERS = 4
-"""Numbers per flag, so that each flag starts at a multiple of 16 bytes."""
 
 
 def longest(x: torch.Tensor) -> torch.Tensor:
@@ -55,49 +53,29 @@ class PackableChecks:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        self._under_way: list[tuple[tuple[Side, ...], torch.Tensor, torch.cuda.Event]] = []
-        self._flags: torch.Tensor | None = None
+        self._under_way: list[tuple[Side, torch.Tensor, torch.cuda.Event]] = []
 
     def add(self, side: Side, x: torch.Tensor) -> None:
         """Check vectors `[..., D]` for NaN, infinity and norms that 16 bits cannot hold."""
-        # NaN fails the comparison too.
-        self._add_result((side,), (longest(x) <= LONGEST).reshape(1, 1))
-
-    def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return one int32 flag per side; a kernel sets it to 0 if a vector that it encodes fails the check."""
-        if self._flags is None or self._flags.device != device:
-            self._flags = torch.ones(2, FLAG_NUMBERS, dtype=torch.int32, device=device)
-        return self._flags[0], self._flags[1]
-
-    def add_flags(self) -> None:
-        """Check the `flags` that a kernel has written."""
-        assert self._flags is not None
-        self._add_result(("keys", "values"), self._flags)
-
-    def _add_result(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
-        """Record a check's result `[sides, numbers]`; a side passes if all its numbers are true."""
+        good = longest(x) <= LONGEST  # NaN fails the comparison too
         if good.device.type == "cpu":
-            self._raise_unless(good, sides)
+            self._raise_unless(good, side)
             return
         on_host = torch.empty_like(good, device="cpu", pin_memory=True)
         on_host.copy_(good, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(good.device))
-        self._under_way.append((sides, on_host, event))
+        self._under_way.append((side, on_host, event))
 
     def raise_for_known(self) -> None:
         """Raise for failed checks whose results have arrived, without waiting for the others."""
         while self._under_way and self._under_way[0][2].query():
-            sides, good, _ = self._under_way.pop(0)
-            self._raise_unless(good, sides)
+            side, good, _ = self._under_way.pop(0)
+            self._raise_unless(good, side)
 
-    def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
-        for side, flags in zip(sides, good.tolist(), strict=True):
-            if not all(flags):
-                # Later copies of the flags are 0 because of the same tokens, so they must not raise again.
-                self._flags = None
-                self._under_way = [check for check in self._under_way if len(check[0]) == 1]
-                raise not_packable_error(side, self.layer)
+    def _raise_unless(self, good: torch.Tensor, side: Side) -> None:
+        if not good:
+            raise not_packable_error(side, self.layer)
 
 
 def check_states(

@@ -329,9 +329,8 @@ class DynamicStorage:
         first, renews = self.sides["keys"].sinks.shape[2], self.watch.is_due(packed)
         if self._must_wait(tails, first, leaving, renews, in_step=True):
             return
-        if not self.backend.flush(self.sides, leaving, self.checks):
-            self._check_packable(tails, leaving)
-            self._flush_tails(tails, leaving, growing=True)
+        self._check_packable(tails, leaving)
+        self._flush_tails(tails, leaving, growing=True)
 
     def _flush_tails(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
         """Pack the first `leaving` tokens of `tails` `[B, H, T, D]` and keep the rest as the new tails."""

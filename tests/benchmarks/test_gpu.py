@@ -75,8 +75,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Callabl
     monkeypatch.setattr(module, name, wrong)
 
 
-def flip_flushed(_: Any, state: Any, *args: Any) -> None:
-    state.store.buffers[0][:, :, state.store.tokens :] ^= 0x5555
+def flip_flushed(_: Any, encoder: Any, x: Any, fields: Any, at: int, *args: Any) -> None:
+    if at:  # not of the prompt
+        fields[0][:, :, at:] ^= 0x5555
 
 
 def spoil_appended(_: Any, *args: Any) -> None:
@@ -92,7 +93,7 @@ WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {
     "nothing": (False, TritonBackend, "attend", lambda out, *_: out, "None"),
     "attention": (False, TritonBackend, "attend", lambda out, *_: out * 1.01, "step 1: attention differs by"),
     "appended token": (False, appending, "append", spoil_appended, "step 1: attention differs by"),
-    "flushed codes": (False, encoding, "flush", flip_flushed, "growing cache, step 5: "),
+    "flushed codes": (False, encoding, "encode", flip_flushed, "growing cache, step 5: "),
     "codes of a static step": (True, stepping, "step", flip_written, "static cache, step 1: "),
 }
 

@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import Field
-from kvcache_compress.storage.checks import LONGEST
-from kvcache_compress.storage.side import SideState
 from kvcache_compress.triton_kernels.common.codes import NewTile
-from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options
 from kvcache_compress.triton_kernels.common.plan import portable, repeated
 
 FEW_TOKENS, MANY_TOKENS = 16, 32
@@ -40,36 +38,6 @@ def encode_kernel(
         i_bh % H,
     )  # fmt: skip
     ENCODE(tile, D, META, PRECISION)
-
-
-@triton.jit(do_not_specialize=("s_rope", "tokens", "kept", "at", "capacity", "tail_capacity", "next_capacity"))
-def flush_kernel(
-    p_x, p_rope, p_next, p_good, fields, tables, s_rope, tokens, kept, at, capacity, tail_capacity, next_capacity,
-    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr,
-    PRECISION: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Flush `BLOCK` tokens of one head's tail: encode the first `tokens`, move the next `kept` to the next tail.
-
-    `BLOCK` divides `tokens`. The tails have capacity for `tail_capacity` and `next_capacity` tokens per head. `p_good`
-    becomes 0 if an encoded vector is longer than `LONGEST` or not finite.
-    """
-    i_bh = tl.program_id(1).to(tl.int64)
-    o_t, o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
-    o_x = (i_bh * tail_capacity + o_t) * D
-    m_x = (o_t < tokens + kept)[:, None] & (o_d < D)[None, :]
-    b_x = tl.load(p_x + o_x[:, None] + o_d[None, :], mask=m_x, other=0.0)
-    if tl.program_id(0) * BLOCK < tokens:
-        b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
-        good = tl.min((b_length <= LONGEST).to(tl.int32), 0)
-        tl.store(p_good, good, mask=good == 0)
-        tile = NewTile(
-            p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, p_rope + i_bh // H * s_rope, at + o_t, tables,
-            i_bh % H,
-        )  # fmt: skip
-        ENCODE(tile, D, META, PRECISION)
-    else:
-        o_next = (i_bh * next_capacity + o_t - tokens) * D
-        tl.store(p_next + o_next[:, None] + o_d[None, :], b_x, mask=m_x)
 
 
 def encode(
@@ -109,33 +77,6 @@ def encoded(
     )
     encode(encoder, x, fields, 0, rope)
     return fields
-
-
-def flush(state: SideState, tokens: int, following: torch.Tensor, good: torch.Tensor) -> None:
-    """Encode the first `tokens` of a side's tail into its store, and move the others to `following`.
-
-    `tokens` is a multiple of 16 and of the group; the caller counts them. `following` is `[B, H, capacity, D]`. `good`,
-    int32, becomes 0 if an encoded vector is not finite or longer than `LONGEST`.
-    """
-    encoder, x, at, rope = state.codec.kernel_encoder, state.tail.buffer, state.store.tokens, state.rope_rows
-    fields, kept = state.store.writable_buffers(tokens, growing=True), state.tail.tokens - tokens
-    batch, heads, tail_capacity, dim = x.shape
-    inputs = dict(
-        p_x=x, p_next=following, p_good=good, fields=fields, tables=encoder.tables, tokens=tokens, kept=kept, at=at,
-        capacity=fields[0].shape[2], tail_capacity=tail_capacity, next_capacity=following.shape[2],
-        **rope_inputs(rope, fields[0]),
-    )  # fmt: skip
-
-    def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
-        block = max(FEW_TOKENS, encoder.group)
-        return (-(-(tokens + kept) // block), batch * heads, 1), dict(
-            H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
-            PRECISION=exact_precision(), LONGEST=LONGEST, BLOCK=block,
-            num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(fusion=False),
-        )  # fmt: skip
-
-    kind = batch, heads, dim, tokens + kept, x.dtype, encoder.kind, dtypes(fields, rope)
-    repeated(flush_kernel, inputs, kind, complete, x.device)
 
 
 def rope_inputs(rope: torch.Tensor | None, unread: torch.Tensor) -> dict[str, Any]:

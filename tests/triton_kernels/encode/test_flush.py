@@ -1,4 +1,4 @@
-"""The flush kernel encodes, checks and moves the tokens of a tail as PyTorch's operators do."""
+"""Tokens that leave a tail are checked, and encoded by a kernel as PyTorch's operators encode them."""
 
 import copy
 from typing import Any, Literal
@@ -13,7 +13,6 @@ from support.models.small_model import small_config, small_model
 from kvcache_compress import CompressedCache
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.triton_kernels.encode import launch as encode
 
 HEADS, PROMPT = 2, 90
@@ -76,8 +75,8 @@ def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatc
     ours, theirs = (filled(backend, *OPTIONS[name], recent, dim) for backend in ("triton", "torch"))
     before = ours.packed_tokens
     token = torch.randn(2, HEADS, 1, dim)
-    calls, flush = [], encode.flush
-    monkeypatch.setattr(encode, "flush", lambda side, *rest: calls.append(side.store.tokens) or flush(side, *rest))
+    calls, launch = [], encode.encode
+    monkeypatch.setattr(encode, "encode", lambda *given: calls.append(given[3]) or launch(*given))
     for layer in (ours, theirs):
         step(layer, token)
     assert calls == [before, before], "a launch per side"
@@ -90,10 +89,10 @@ def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatc
         assert_equal_but_for_ties(mine.codec, *stored, rope=mine.rope(0, ours.packed_tokens))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's findings are read later: test_late_findings_raise_once")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's findings are read later")
 @pytest.mark.parametrize(("name", "bad"), [("keys", float("nan")), ("values", float("inf")), ("values", 5e4)])
 def test_what_cannot_be_packed_is_refused(name: Literal["keys", "values"], bad: float) -> None:
-    """The kernel's check refuses bad vectors in one head, and nothing is changed in any."""
+    """Bad vectors in one head are refused, and nothing is changed in any."""
     layer = filled("triton")
     layer.sides[name].tail.buffer[1, 0, 31, [0, 40]] = bad
     held = copy.deepcopy({side: state.tensors() for side, state in layer.sides.items()})
@@ -115,28 +114,6 @@ def test_what_stays_is_not_checked() -> None:
     packed = layer.packed_tokens
     step(layer, torch.randn(2, HEADS, 1, 48))
     assert layer.packed_tokens == packed + 32
-
-
-def test_late_findings_raise_once() -> None:
-    """The flags of a flush arrive late on a GPU and raise once, though the next flush flags the same tokens again."""
-    checks, keys = PackableChecks(0), 0
-
-    class Arrived:
-        def query(self) -> bool:
-            return True
-
-    def add(sides: Any, good: torch.Tensor) -> None:
-        checks._under_way.append((sides, good.clone(), Arrived()))  # type: ignore[arg-type]
-
-    checks._add_result = add  # type: ignore[method-assign]
-    checks.flags(torch.device("cpu"))[keys][0] = 0
-    for _ in range(2):
-        checks.add_flags()
-        assert len(checks.flags(torch.device("cpu"))) == 2
-    with pytest.raises(ValueError, match="keys of layer 0"):
-        checks.raise_for_known()
-    checks.raise_for_known()
-    assert all(bool(flag.all()) for flag in checks.flags(torch.device("cpu")))
 
 
 def test_writes_its_own_tokens_alone() -> None:
