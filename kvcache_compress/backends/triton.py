@@ -12,9 +12,8 @@ from kvcache_compress.codecs.base import Codec, Fields, Side
 from kvcache_compress.codecs.device import interpreting, on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
-from kvcache_compress.storage.packed_store import TailBuffer
 from kvcache_compress.storage.paged import PagedStorage, Step
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
+from kvcache_compress.storage.side import SideState
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
 
@@ -22,7 +21,7 @@ from .torch import TorchBackend
 
 
 class TritonBackend(TorchBackend):
-    """Attention, encoders and token copies in Triton; codecs without a kernel encoder are encoded by PyTorch."""
+    """Attention, encoders and static steps in Triton; codecs without a kernel encoder are encoded by PyTorch."""
 
     name = "triton"
     takes_token_masks = True
@@ -33,9 +32,9 @@ class TritonBackend(TorchBackend):
         """The kernels' launchers, imported once so that steps pay nothing for the import."""
         from kvcache_compress.triton_kernels.attention import launch as attention
         from kvcache_compress.triton_kernels.encode import launch as encoding
-        from kvcache_compress.triton_kernels.update import append, step
+        from kvcache_compress.triton_kernels.update import step
 
-        return SimpleNamespace(attention=attention, encoding=encoding, append=append, step=step)
+        return SimpleNamespace(attention=attention, encoding=encoding, step=step)
 
     def problem(self) -> str | None:
         if find_spec("triton") is None:
@@ -49,17 +48,6 @@ class TritonBackend(TorchBackend):
 
     def supports(self, codec: type[Codec], options: Any, side: Side) -> bool:
         return codec.has_kernels("kernel_side", options, side)
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, k_tail: TailBuffer, v_tail: TailBuffer) -> None:
-        """Copy a step's tokens to both tails in one launch."""
-        count = keys.shape[2]
-        if not 0 < count <= MAX_DECODE_TOKENS or not keys.stride(3) == values.stride(3) == 1:
-            super().append(keys, values, k_tail, v_tail)
-            return
-        with on_device(keys):
-            self._kernels.append.append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
-        k_tail.tokens += count
-        v_tail.tokens += count
 
     def encoded(self, codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         if codec.kernel_encoder is None:

@@ -1,4 +1,4 @@
-"""Base class of back ends: how a layer appends tokens, encodes and attends on one kind of device.
+"""Base class of back ends: how a layer encodes tokens and attends on one kind of device.
 
 The operations here use plain PyTorch; a back end overrides those that it does faster.
 """
@@ -14,7 +14,6 @@ from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
 
-from .packed_store import TailBuffer
 from .side import MAX_DECODE_TOKENS, SideState
 from .view import AttentionPath, View
 
@@ -46,11 +45,6 @@ class Backend(AttentionPath):
     def bind(self, codec: Codec) -> Codec:
         """Copy the codec so that it encodes with this back end's functions (`Codec.native`)."""
         return codec.with_native(None)
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, k_tail: TailBuffer, v_tail: TailBuffer) -> None:
-        """Append tokens `[B, H, n, D]` to the tails, which must have room for them."""
-        k_tail.append(keys)
-        v_tail.append(values)
 
     def encoded(self, codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         """Encode whole groups of tokens `[B, H, T, D]` into new fields."""

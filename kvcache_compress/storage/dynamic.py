@@ -315,7 +315,8 @@ class DynamicStorage:
                 torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))
             )
             keys, values = keys[:, :, sinks:], values[:, :, sinks:]
-        self.backend.append(keys, values, k_tail, v_tail)
+        k_tail.append(keys)
+        v_tail.append(values)
 
     def _flush(self) -> None:
         """Pack the oldest tokens of the tails, if enough have left the recent window."""

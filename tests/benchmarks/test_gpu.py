@@ -20,7 +20,6 @@ from kvcache_compress.backends.triton import TritonBackend
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.config import preset_names
 from kvcache_compress.triton_kernels.encode import launch as encoding
-from kvcache_compress.triton_kernels.update import append as appending
 from kvcache_compress.triton_kernels.update import step as stepping
 
 TINY = Shape(2, 1, 32)
@@ -80,11 +79,6 @@ def flip_flushed(_: Any, encoder: Any, x: Any, fields: Any, at: int, *args: Any)
         fields[0][:, :, at:] ^= 0x5555
 
 
-def spoil_appended(_: Any, *args: Any) -> None:
-    k_tail, _, at = args[2:5]
-    k_tail[:, :, at - 1] += 3
-
-
 def flip_written(_: Any, storage: Any, *args: Any) -> None:
     storage.pools["values"][0][:, :, max(0, storage.packed_tokens - 1) :] ^= 0x5555
 
@@ -92,7 +86,6 @@ def flip_written(_: Any, storage: Any, *args: Any) -> None:
 WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {
     "nothing": (False, TritonBackend, "attend", lambda out, *_: out, "None"),
     "attention": (False, TritonBackend, "attend", lambda out, *_: out * 1.01, "step 1: attention differs by"),
-    "appended token": (False, appending, "append", spoil_appended, "step 1: attention differs by"),
     "flushed codes": (False, encoding, "encode", flip_flushed, "growing cache, step 5: "),
     "codes of a static step": (True, stepping, "step", flip_written, "static cache, step 1: "),
 }

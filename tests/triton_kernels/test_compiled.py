@@ -29,7 +29,6 @@ CASES = {
         *(f"{FLUSH}[0-{name}]" for name in ("4", "trellis", "groups", "tree", "anchors")),
         "encode/test_spectral.py::test_sizes[128-2-128]",
         "encode/test_encode.py::test_turboquant_codes[24-3-unbiased-uniform]",
-        "update/test_append.py::test_equals_copies[3-dims1-dtype1-True]",
         "update/test_step.py::test_faults_are_noted",
         "test_emulator.py::test_faults_are_noticed[wait for fewer copies]",
         "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
