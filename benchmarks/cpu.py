@@ -1,24 +1,21 @@
 """Time compressed caches on this CPU. Nothing else should run meanwhile.
 
-    python benchmarks/cpu.py           # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
-    python benchmarks/cpu.py prompt    # a cache's share in a prompt; writes benchmarks/results/prefill_share.json
+    python benchmarks/cpu.py    # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
 
-Compared caches are interleaved. `prompt` times one layer on one thread, in float32. CommVQ's codebooks are random,
-which does not change its times.
+Compared caches are interleaved.
 """
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, DynamicCache, LlamaModel, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.bench.layers import SHAPES, single_layer
+from kvcache_compress import enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.provenance.results import error_message, write_json
@@ -28,33 +25,20 @@ from kvcache_compress.modeling.loading import load_model
 RESULTS = Path(__file__).resolve().parent / "results"
 CPU = torch.device("cpu")
 CACHES = ("full", "turboquant-4bit", "best-4bit", "best-3bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
-PRESETS = (
-    "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",
-    "commvq-1bit", "commvq-2bit", "commvq-paper",
-)  # fmt: skip
-"""One preset of each method and form of codes."""
-SHAPE, MLP = SHAPES["llama-3.1-8b"], 14_336
-"""Shape of attention, and hidden size, of the layer whose prompt is timed."""
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
 def show(row: dict[str, Any]) -> None:
     print(*(f"{name} {value:.4g}" if isinstance(value, float) else value for name, value in row.items()))
 
 
-@app.callback(invoke_without_command=True)
-def model(
-    context: typer.Context,
+def main(
     cache: Annotated[list[str], typer.Option(help="Caches to measure; the first is the reference.")] = [*CACHES],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="Lengths of the prompt.")] = [4096, 8000],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Steps per cache; new tokens are packed once in 32.")] = 32,
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "cpu.json",
 ) -> None:
-    """Time steps and prompts of SmolLM2, unless another command is given."""
-    if context.invoked_subcommand is not None:
-        torch.set_num_threads(1)
-        return
+    """Time steps and prompts of SmolLM2."""
     smollm2, _ = load_model("smollm2-135m")
     rows = []
     for count in tokens:
@@ -111,71 +95,5 @@ def measure_steps(
     return rows
 
 
-@app.command()
-@torch.inference_mode()
-def prompt(
-    preset: Annotated[list[str], typer.Option("--preset", help="Presets to measure.")] = [*PRESETS],  # noqa: B006
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the prompt.")] = 4096,
-    turns: Annotated[int, typer.Option(min=1, help="Turns that count; one more warms up.")] = 3,
-    output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "prefill_share.json",
-) -> None:
-    """Time what a cache adds to a prompt in one layer of Llama-3.1-8B's shape with random weights; needs 4 GB."""
-    measured = list(prompt_rows(one_layer(), preset, tokens, turns))
-    for row in measured:
-        show(row)
-    write_json(output, {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}, CPU)
-
-
-def one_layer() -> LlamaModel:
-    """A model of one layer, with fused attention for compressed caches."""
-    config, _ = single_layer("turboquant-4bit", SHAPE)
-    config.intermediate_size, config.vocab_size = MLP, 1024
-    layer = LlamaModel(config).eval()
-    enable_fused_attention(layer)
-    return layer
-
-
-def prompt_rows(layer: LlamaModel, presets: list[str], tokens: int, turns: int) -> Iterator[dict[str, Any]]:
-    """Medians over turns for the full cache and each preset; `ratio` and `share` are relative to the full cache."""
-    configs = {preset: single_layer(preset, SHAPE)[1] for preset in presets}
-    ids = torch.randint(1024, (1, tokens))
-    by_cache: dict[str, list[tuple[float, float]]] = {name: [] for name in ("full", *configs)}
-    for turn in range(turns + 1):
-        for name, times in by_cache.items():
-            cache = CompressedCache(layer.config, configs[name]) if name in configs else DynamicCache()
-            took = time_prompt(layer, cache, ids if turn else ids[:, :256])
-            times += [took] if turn else []
-    for name, times in by_cache.items():
-        full = [seconds for seconds, _ in by_cache["full"]]
-        yield {
-            "cache": name,
-            "tokens": tokens,
-            "seconds": statistics.median(seconds for seconds, _ in times),
-            "update_seconds": statistics.median(update for _, update in times),
-            "ratio": statistics.median(seconds / one for (seconds, _), one in zip(times, full, strict=True)),
-            "share": statistics.median(update / one for (_, update), one in zip(times, full, strict=True)),
-        }
-
-
-def time_prompt(layer: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds that a prompt `[1, T]` takes, and the part of them that the cache's `update` takes.
-
-    They are this thread's processor time, which other programs hardly disturb.
-    """
-    spent: list[float] = []
-    update = cache.update
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        begun = time.thread_time()
-        states = update(*args, **kwargs)
-        spent.append(time.thread_time() - begun)
-        return states
-
-    cache.update = timed
-    begun = time.thread_time()
-    layer(ids, **{cache_argument(): cache})
-    return time.thread_time() - begun, sum(spent)
-
-
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -1,11 +1,9 @@
 """Scripts of `benchmarks/`: timing on the CPU, models that are hard to code, public data, counts of the kernels."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cpu
 import fetch_data
 import kernel_counts
 import outlier_model
@@ -21,7 +19,6 @@ from support.recorded_paths import record_paths
 from transformers import Cache, DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
-from kvcache_compress.bench.layers import Shape
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.files.text import read_yaml
@@ -121,29 +118,6 @@ def test_codes_are_read_once(table: kernel_counts.Table, name: str) -> None:
     counts = table[name]["attend_kernel"]
     stored = kernel_counts.stored_bytes(name)
     assert counts["touched"] == counts["needed"] == stored / kernel_counts.SECTOR
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "SHAPE", Shape(4, 2, 64))
-    monkeypatch.setattr(cpu, "MLP", 64)
-
-
-def run(*words: str) -> str:
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(cpu.app, [*words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def test_a_caches_share_of_a_prompt(tmp_path: Path) -> None:
-    """The cache's share is less than the complete prompt, and larger for a compressed cache than for the full one."""
-    output = tmp_path / "share.json"
-    run("prompt", "--tokens", "1024", "--turns", "2", "--preset", "turboquant-4bit", "--output", str(output))
-    full, ours = json.loads(output.read_text())["rows"]
-    assert (full["cache"], full["ratio"], ours["cache"]) == ("full", 1, "turboquant-4bit")
-    for row in (full, ours):
-        assert 0 < row["update_seconds"] < row["seconds"]
-        assert row["share"] >= full["share"]
 
 
 class Broken(DynamicCache):
