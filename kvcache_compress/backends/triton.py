@@ -57,17 +57,6 @@ class TritonBackend(TorchBackend):
             found: Fields = self._kernels.encoding.encoded(codec.kernel_encoder, x, codec.fields, rows)
             return found
 
-    def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
-        encoder, store, count = state.codec.kernel_encoder, state.store, x.shape[2]
-        if encoder is None:
-            super().encode(state, x, growing)
-            return
-        with on_device(x):
-            self._kernels.encoding.encode(
-                encoder, x, store.writable_buffers(count, growing), store.tokens, state.rope_rows
-            )
-        store.tokens += count
-
     def has_static_steps(self, device: torch.device) -> bool:
         return True
 

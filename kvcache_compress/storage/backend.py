@@ -51,18 +51,16 @@ class Backend(AttentionPath):
         with on_device(x):
             return codec.encode(x, rope)
 
-    def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
-        """Encode whole groups of tokens `[B, H, T, D]` and append them to a side's packed store."""
-        store, count = state.store, x.shape[2]
-        fields = self.encoded(state.codec, x, state.rope(store.tokens, store.tokens + count))
-        store.append(fields, count, growing)
-
     def pack(self, state: SideState, x: torch.Tensor, tokens: int, growing: bool) -> None:
         """Encode the first `tokens` of `x` into the store; the first call takes statistics from all of `x`."""
+        store = state.store
         state.prepare(x, state.sinks.shape[2])
-        state.store.ensure_capacity(tokens, growing)
+        store.ensure_capacity(tokens, growing)
         for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
-            self.encode(state, x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)], growing)
+            part = x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)]
+            count = part.shape[2]
+            rope = state.rope(store.tokens, store.tokens + count)
+            store.append(self.encoded(state.codec, part, rope), count, growing)
 
     def has_static_steps(self, device: torch.device) -> bool:
         """True if static layers use steps of static shapes on this device; CPUs gain nothing from them."""

@@ -65,15 +65,11 @@ class PackedStore:
     def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
         """Append `tokens` encoded tokens; `growing` adds spare capacity."""
         done = self.tokens + tokens
-        for field, buffer, new in zip(self.fields, self.writable_buffers(tokens, growing), encoded, strict=True):
-            buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
-        self.tokens = done
-
-    def writable_buffers(self, tokens: int, growing: bool) -> Fields:
-        """Return buffers with room for `tokens` more; the caller writes them and adds to `self.tokens`."""
         self.ensure_capacity(tokens, growing)
         self.buffers = tuple(_writable(buffer) for buffer in self.buffers)
-        return self.buffers
+        for field, buffer, new in zip(self.fields, self.buffers, encoded, strict=True):
+            buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
+        self.tokens = done
 
     def _grow(self, capacity: int) -> None:
         self.described = None

@@ -147,11 +147,6 @@ class SideState:
             at = None if at is None else at - packed
             return Prompt(self.sinks[:rows], x, recent, rope, offsets, call, padding, at)
 
-    @property
-    def rope_rows(self) -> torch.Tensor | None:
-        """cos and sin of each packed group's first token, `[B, capacity, 2 * rotary]`; None if the codec needs none."""
-        return None if self.track is None else self.track.buffer
-
     def rope(self, start: int, stop: int) -> Rope | None:
         return None if self.track is None else self.track.read(start, stop)
 

@@ -102,7 +102,9 @@ class StaticStorage:
 
     @property
     def rope_rows(self) -> torch.Tensor | None:
-        return self._carrier.sides["keys"].rope_rows
+        """cos and sin of each packed group's first token, `[B, capacity, 2 * rotary]`; None if the codec needs none."""
+        track = self._carrier.sides["keys"].track
+        return None if track is None else track.buffer
 
     @property
     def sides(self) -> dict[Side, SideState]:

@@ -74,9 +74,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Callabl
     monkeypatch.setattr(module, name, wrong)
 
 
-def flip_flushed(_: Any, encoder: Any, x: Any, fields: Any, at: int, *args: Any) -> None:
-    if at:  # not of the prompt
-        fields[0][:, :, at:] ^= 0x5555
+def flip_encoded(fields: Any, *args: Any) -> Any:
+    fields[0].bitwise_xor_(0x5555)
+    return fields
 
 
 def flip_written(_: Any, storage: Any, *args: Any) -> None:
@@ -86,7 +86,7 @@ def flip_written(_: Any, storage: Any, *args: Any) -> None:
 WRONG: dict[str, tuple[bool, Any, str, Callable[..., Any], str]] = {
     "nothing": (False, TritonBackend, "attend", lambda out, *_: out, "None"),
     "attention": (False, TritonBackend, "attend", lambda out, *_: out * 1.01, "step 1: attention differs by"),
-    "flushed codes": (False, encoding, "encode", flip_flushed, "growing cache, step 5: "),
+    "codes": (False, encoding, "encoded", flip_encoded, "growing cache, step 1: "),
     "codes of a static step": (True, stepping, "step", flip_written, "static cache, step 1: "),
 }
 

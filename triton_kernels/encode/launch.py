@@ -1,4 +1,4 @@
-"""Encode a run of tokens (a prompt, or tokens that leave a tail) straight into a side's fields, in one launch."""
+"""Encode a run of tokens (a prompt, or tokens that leave a tail) in one launch."""
 
 from __future__ import annotations
 
@@ -17,43 +17,37 @@ FEW_TOKENS, MANY_TOKENS = 16, 32
 """Tokens per program: more of them read the rotation less often, but 64 would spill registers on an A100."""
 
 
-@triton.jit(
-    do_not_specialize=("s_b", "s_h", "s_t", "s_rope", "tokens", "at", "capacity"),
-    do_not_specialize_on_alignment=("p_x",),
-)
+@triton.jit(do_not_specialize=("s_b", "s_h", "s_t", "s_rope", "tokens"), do_not_specialize_on_alignment=("p_x",))
 def encode_kernel(
-    p_x, p_rope, fields, tables, s_b, s_h, s_t, s_rope, tokens, at, capacity,
+    p_x, p_rope, fields, tables, s_b, s_h, s_t, s_rope, tokens,
     H: tl.constexpr, D: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encode `BLOCK` of one head's `tokens` into fields of `capacity` tokens, from token `at` on.
-
-    `s_rope` is the stride of `p_rope` from one sequence to the next.
-    """
+    """Encode `BLOCK` of one head's `tokens`; `s_rope` is the stride of `p_rope` from one sequence to the next."""
     i_bh = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_x = i_bh // H * s_b + i_bh % H * s_h + o_t.to(tl.int64) * s_t
-    tile = NewTile(
-        p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, p_rope + i_bh // H * s_rope, at + o_t, tables,
-        i_bh % H,
-    )  # fmt: skip
+    o_row = i_bh * tokens + o_t
+    tile = NewTile(p_x, o_x, o_t < tokens, fields, o_row, p_rope + i_bh // H * s_rope, o_t, tables, i_bh % H)
     ENCODE(tile, D, META, PRECISION)
 
 
-def encode(
-    encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int, rope: torch.Tensor | None = None
-) -> None:
-    """Encode `x` `[B, H, T, D]`, T a multiple of the group, as tokens `[at, at + T)` of a side's `fields`.
+def encoded(
+    encoder: KernelEncoder, x: torch.Tensor, stored: tuple[Field, ...], rope: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Encode `x` `[B, H, T, D]`, T a multiple of the group, into new tensors, laid out as `stored` describes.
 
-    Fields are contiguous; the first has one row per token, `[B, H, capacity, *shape]`. `rope`
-    `[B, groups, 2 * rotary]`, contiguous, has cos and sin of the first token of each group, from token 0 on.
+    `rope` `[B, groups, 2 * rotary]`, contiguous, has cos and sin of the first token of each group.
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
+    fields = tuple(
+        x.new_empty(batch, heads, tokens // field.tokens, *field.shape, dtype=field.dtype) for field in stored
+    )
     s_b, s_h, s_t, _ = x.stride()
     inputs = dict(
-        p_x=x, fields=fields, tables=encoder.tables, s_b=s_b, s_h=s_h, s_t=s_t, tokens=tokens, at=at,
-        capacity=fields[0].shape[2], **rope_inputs(rope, fields[0]),
+        p_x=x, fields=fields, tables=encoder.tables, s_b=s_b, s_h=s_h, s_t=s_t, tokens=tokens,
+        **rope_inputs(rope, fields[0]),
     )  # fmt: skip
 
     def complete() -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -65,17 +59,6 @@ def encode(
         )  # fmt: skip
 
     repeated(encode_kernel, inputs, (x.shape, x.dtype, encoder.kind, dtypes(fields, rope)), complete, x.device)
-
-
-def encoded(
-    encoder: KernelEncoder, x: torch.Tensor, stored: tuple[Field, ...], rope: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Encode `x` `[B, H, T, D]` into new tensors, laid out as `stored` describes; `rope` as in `encode`."""
-    batch, heads, tokens, _ = x.shape
-    fields = tuple(
-        x.new_empty(batch, heads, tokens // field.tokens, *field.shape, dtype=field.dtype) for field in stored
-    )
-    encode(encoder, x, fields, 0, rope)
     return fields
 
 
