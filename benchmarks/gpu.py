@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -308,7 +308,7 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
     check = rows.get(Job("check", job.cache, job.shape), {})
     if "error" in check:
         raise ValueError(f"not timed, since its check failed: {check['error']}")
-    call = (job.shape, shape, job.batch, job.tokens, device, DTYPE, sizes.repeats)
+    call = (shape, job.batch, job.tokens, device, DTYPE, sizes.repeats)
     if job.part == "encode":
         repeats = max(1, sizes.repeats // 4)
         time = time_encoding(job.cache, shape, job.batch, job.tokens, device, repeats)
@@ -320,7 +320,7 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
             found["speedup"] = found["tokens_per_second"] / full["tokens_per_second"]
         return found
     decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call, job.variant)
-    found = {name: figure for name, figure in asdict(decoded).items() if figure is not None and name != "call"}
+    found = {name: figure for name, figure in decoded.items() if figure is not None}
     full = rows.get(job._replace(cache="full", variant="plain"), {})
     if "milliseconds" in full:
         found |= {"speedup": full["milliseconds"] / found["milliseconds"], "bound": full["bits"] / found["bits"]}

@@ -1,6 +1,17 @@
-"""Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one."""
+"""Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one.
 
-from dataclasses import dataclass, replace
+The functions return figures by name:
+
+    milliseconds            median time of one layer and step
+    gigabytes_per_second    stored bytes of the layer, divided by that time
+    bits                    stored bits per number, everything in the layer counted; 16 or 32 for uncompressed caches
+    attention_error         relative error of some rows, compared before the timing (`compare.py`)
+    libraries               of PyTorch's functions: milliseconds of each, or why it was not timed
+    invalid                 why the time does not count
+"""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,38 +28,9 @@ from .peers import ON_CPU, ON_GPU
 from .timing import median_ms
 
 
-@dataclass(frozen=True)
-class DecodeTime:
-    """Time of decode attention with one cache, shape, batch and length.
-
-    Attributes:
-        cache: preset; `none` for our kernel over uncompressed keys and values, or `full` for PyTorch's own attention.
-        shape: name of the model's shape.
-        milliseconds: median time of one layer and step.
-        gigabytes_per_second: stored bytes of the layer, divided by that time.
-        bits: stored bits per number, everything in the layer counted; 16 or 32 for uncompressed caches.
-        attention_error: relative error of some rows, compared before the timing (`compare.py`).
-        libraries: only for `full`: milliseconds of each attention function, or why it was not timed.
-        call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
-        invalid: why the time does not count.
-    """
-
-    cache: str
-    shape: str
-    batch: int
-    tokens: int
-    milliseconds: float | None = None
-    gigabytes_per_second: float | None = None
-    bits: float | None = None
-    attention_error: float | None = None
-    libraries: dict[str, float | str] | None = None
-    call: str = "plain"
-    invalid: str | None = None
-
-
 def full_time(
-    name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
-) -> DecodeTime:
+    shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
+) -> dict[str, Any]:
     """Time PyTorch's fastest correct attention with grouped queries over uncompressed keys and values."""
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, shape.kv_heads, tokens, shape.head_dim)
@@ -72,24 +54,22 @@ def full_time(
     if best is None:
         raise ValueError("; ".join(f"{library}: {why}" for library, why in libraries.items()))
     time, error = best
-    return DecodeTime(
-        "full", name, batch, tokens, time, (keys.nbytes + values.nbytes) / time / 1e6, 8.0 * dtype.itemsize,
-        attention_error=error, libraries=libraries,
-    )  # fmt: skip
+    speed = (keys.nbytes + values.nbytes) / time / 1e6
+    return {
+        "milliseconds": time, "gigabytes_per_second": speed, "bits": 8.0 * dtype.itemsize, "attention_error": error,
+        "libraries": libraries,
+    }  # fmt: skip
 
 
 def compressed_time(
-    preset: str,
-    name: str,
-    shape: Shape,
-    batch: int,
-    tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    repeats: int = 20,
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20,
     call: str = "plain",
-) -> DecodeTime:
-    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows."""
+) -> dict[str, Any]:  # fmt: skip
+    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows.
+
+    preset: its name, or `none` for our kernel over uncompressed keys and values.
+    call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
+    """
     keys, values, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
     mask = None
     if call == "mask":  # `[B, 1, 1, T]`, hides the first 3 i tokens of sequence i
@@ -103,10 +83,8 @@ def compressed_time(
     time = median_ms(attend, device, repeats)
     size = _stored(keys) + _stored(values)
     numbers = 2 * batch * shape.kv_heads * keys.shape[2] * shape.head_dim
-    return DecodeTime(
-        preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers,
-        attention_error=error, call=call, invalid=problem,
-    )  # fmt: skip
+    figures = {"milliseconds": time, "gigabytes_per_second": size / time / 1e6, "bits": 8 * size / numbers}
+    return {**figures, "attention_error": error, "invalid": problem}
 
 
 def random_view(

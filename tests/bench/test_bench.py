@@ -82,44 +82,44 @@ def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
 def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
     """Wrong or infinite results are detected, the latter in any row, even if it is not compared."""
     spoil(monkeypatch, row, factor)
-    ours = decode.compressed_time("kivi-2bit", "tiny", TINY, 3, 64, CPU, torch.float32, 1)
-    assert "attention differs by" in str(ours.invalid)
-    assert (ours.attention_error is None) == (factor != factor)
-    assert ours.milliseconds
+    ours = decode.compressed_time("kivi-2bit", TINY, 3, 64, CPU, torch.float32, 1)
+    assert "attention differs by" in str(ours["invalid"])
+    assert (ours["attention_error"] is None) == (factor != factor)
+    assert ours["milliseconds"]
 
 
 @pytest.mark.parametrize("name", ["polarquant-rope-4bit", "commvq-2bit"])
 def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     _warn_once.cache_clear()
-    found = decode.compressed_time(name, "tiny", TINY, 3, 64, CPU, torch.float32, 1)
-    assert 0 < (found.attention_error or 0) < 1e-5
-    assert found.milliseconds
+    found = decode.compressed_time(name, TINY, 3, 64, CPU, torch.float32, 1)
+    assert 0 < (found["attention_error"] or 0) < 1e-5
+    assert found["milliseconds"]
     assert "left-padded" not in caplog.text
 
 
 @pytest.mark.parametrize(("name", "call"), [("none", "fixed"), ("kivi-2bit", "mask"), ("kivi-2bit", "fixed")])
 def test_masked_and_fixed_calls_are_compared(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = (name, "tiny", TINY, 2, 64, CPU, torch.bfloat16, 1, call)
+    timed = (name, TINY, 2, 64, CPU, torch.bfloat16, 1, call)
     found = decode.compressed_time(*timed)
-    assert (found.call, found.invalid) == (call, None)
-    assert 0 < (found.attention_error or 0) < 3e-3
+    assert found["invalid"] is None
+    assert 0 < (found["attention_error"] or 0) < 3e-3
     if call == "mask":
         attend = View.attend
         monkeypatch.setattr(View, "attend", lambda view, call, values: attend(view, replace(call, mask=Mask()), values))
-        assert decode.compressed_time(*timed).invalid, "a mask that attention does not see"
+        assert decode.compressed_time(*timed)["invalid"], "a mask that attention does not see"
 
 
 def test_other_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest library that is right counts; what is wrong or fails is named."""
     wrong = {"zeros": lambda query, *_: lambda: torch.zeros_like(query)}
     monkeypatch.setattr(decode, "ON_CPU", wrong | peers.ON_CPU)
-    found = decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
-    assert found.libraries == {
-        "zeros": "attention differs by 1.0e+00 of its size, more than 1.0e-02", "sdpa": found.milliseconds
+    found = decode.full_time(TINY, 2, 64, CPU, torch.bfloat16, 1)
+    assert found["libraries"] == {
+        "zeros": "attention differs by 1.0e+00 of its size, more than 1.0e-02", "sdpa": found["milliseconds"]
     }  # fmt: skip
     monkeypatch.setattr(decode, "ON_CPU", wrong)
     with pytest.raises(ValueError, match=r"zeros: attention differs by 1\.0e\+00 of its size"):
-        decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
+        decode.full_time(TINY, 2, 64, CPU, torch.bfloat16, 1)
 
 
 @pytest.mark.parametrize("preset", preset_names())
