@@ -16,8 +16,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LEADING = "wikitext"
 BASE = "best-3bit"
 """The cache from which the differences of others are shown."""
-TOKENS_999 = 2000
-"""Fewest tokens from which the KL that one in a thousand exceeds is shown."""
 
 
 def table_of(name: str) -> Table:
@@ -35,11 +33,6 @@ def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
 
 def mean_kl(scores: dict[str, float]) -> str:
     return f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
-
-
-def scored_tokens(cell: Cell) -> int:
-    """Tokens behind a cell of KL."""
-    return int(cell.samples * cell.benchmark["options"]["scored"])
 
 
 def tail_kl(scores: dict[str, float]) -> str:
@@ -91,14 +84,13 @@ def held_out(table: Table) -> str:
     """Table of losses after prompts of two lengths, and the differences from `BASE` on the same windows."""
     names = "1k", "8k"
     base, full = cells_of(table, names[0])[BASE], table.rows[0].cells
-    long = [name for name in names if scored_tokens(full[name]) >= TOKENS_999]
     lines = []
     for row in table.rows[1:]:
         figures = [figure(row.cells.get(name), mean_kl) for name in names]
-        figures += [figure(row.cells.get(name), tail_kl) for name in long]
+        figures += [figure(row.cells.get(name), tail_kl) for name in names]
         figures.append(difference(row.cells[names[0]], base, "kl", 4) if row.cache != BASE else MISSING)
         lines.append([row.cache, bits_text(row.packed_bits), *figures])
-    heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in long)]
+    heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in names)]
     heads.append(f"KL minus that of `{BASE}`, {names[0]}")
     windows = []
     for name in names:
