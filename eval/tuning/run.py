@@ -14,6 +14,7 @@ from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.runner.progress import Progress
+from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.eval.tasks.scoring import text_name
@@ -21,7 +22,7 @@ from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.validation import parse_size, quoted
 
 from .rules import config_yaml
-from .sensitivity import Choices, Sensitivity, measure, measure_losses, with_bits
+from .sensitivity import Choices, Sensitivity, measure, score_configs, with_bits
 from .tune import Budget, tune
 
 LEVELS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -33,7 +34,7 @@ SCORED = 256
 
 
 class TuningResult(NamedTuple):
-    """The budget or the preset with the texts, and the scores by config, as from `measure_losses`, on these texts."""
+    """The budget or the preset with the texts, and the scores of each config on these texts, with `packed_bits`."""
 
     title: str
     losses: dict[str, dict[str, float]]
@@ -45,9 +46,9 @@ def tune_config(
     sinks: int | None = None, recent: int | None = None, levels: Sequence[float] = LEVELS,
     windows: int = 2, prefix: int = 1024, scored: int = 96, codebooks: Path | None = None,
     statistics: Path | None = None, dtype: str = "float32", device: str | None = None,
-    on_progress: Progress = lambda done, total, label: None,
+    on_progress: Progress | None = None,
 ) -> TuningResult:  # fmt: skip
-    """Tune a config and write it to `output`; an interrupted run goes on from the file `output.measured.json`.
+    """Tune a config and write it to `output`; an interrupted run goes on from the file `output.measured.jsonl`.
 
     The arguments are the options of `kvcache-compress tune`, whose help explains them. Give a budget as `bits`, or as
     `memory` with `context`. Without `texts` a text of the package is used.
@@ -83,8 +84,8 @@ def tune_config(
     # What fits a budget does not depend on losses, so a budget that is too small fails at once.
     equal = {side: [1.0] * len(known) for side, known in choices.items()}
     tune(Sensitivity({(layer, side): 1.0 for layer in layers for side in SIDES}, equal), config, choices, budget)
-    record = output.with_name(f"{output.name}.measured.json")
-    found = measure(loaded, layers, measured, config, choices, record, on_progress)
+    record = output.with_name(f"{output.name}.measured.jsonl")
+    found = measure(Runner(loaded, tokenizer, record, on_progress=on_progress), layers, measured, config, choices)
     tuned = tune(found, config, choices, budget)
     configs = {"tuned": tuned.config}
     for rival, _ in tuned.rivals:
@@ -96,7 +97,8 @@ def tune_config(
         configs[name] = rival
     if not preset.layers and budget.spare(preset) >= -1e-6 and preset not in configs.values():
         configs[base] = preset
-    losses = dict(zip(configs, measure_losses(loaded, checks, list(configs.values()), on_progress), strict=True))
+    cells = score_configs(Runner(loaded, tokenizer, on_progress=on_progress), "validation", checks, configs)
+    losses = {name: cell.scores | {"packed_bits": cell.packed_bits or 0.0} for name, cell in cells.items()}
     best = min(list(losses)[1:], key=lambda name: losses[name]["kl"])
     verdict = f"KL {losses['tuned']['kl'] / losses[best]['kl']:.2f} times that of the best without a file ({best})"
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"

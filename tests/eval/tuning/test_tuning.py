@@ -1,6 +1,5 @@
 """The tuner: exact allocation, budgets, additive losses, resumed measurements, its YAML and its errors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from kvcache_compress.cache.estimate import MODELS, ModelShape, packed_bits, tot
 from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, SideConfig
+from kvcache_compress.eval.runner.runner import Runner
+from kvcache_compress.eval.runner.table import ResultTable, read_cells
 from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_tokens
 from kvcache_compress.eval.tuning.sensitivity import Choices, Sensitivity, measure, with_bits
@@ -74,8 +75,9 @@ def samples(text: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sensitivity, Path]:
-    record = tmp_path_factory.mktemp("tuning") / "measured.json"
-    return measure(three_layers(), range(3), samples(text), load_config(CONFIG), CHOICES, record), record
+    record = tmp_path_factory.mktemp("tuning") / "measured.jsonl"
+    runner = Runner(three_layers(), Letters(), record)
+    return measure(runner, range(3), samples(text), load_config(CONFIG), CHOICES), record
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
@@ -153,25 +155,23 @@ def test_large_and_small_budgets() -> None:
 
 def test_an_interrupted_measurement_goes_on(measured: tuple[Sensitivity, Path], text: Path, tmp_path: Path) -> None:
     found, record = measured
-    kept = json.loads(record.read_text())
-    names = list(kept["kl"])
-    kept["kl"] = {name: kept["kl"][name] for name in names[:10]}
-    (tmp_path / "measured.json").write_text(json.dumps(kept))
-    model, config = three_layers(), load_config(CONFIG)
+    cells = read_cells(record)
+    kept = tmp_path / "measured.jsonl"
+    ResultTable(kept).write(cells[:5])
     reports: list[tuple[int, int, str]] = []
 
     def again(config: CompressionConfig) -> Sensitivity:
-        return measure(
-            model, range(3), samples(text), config, CHOICES, tmp_path / "measured.json",
-            lambda *report: reports.append(report),
-        )  # fmt: skip
+        runner = Runner(three_layers(), Letters(), kept, on_progress=lambda *report: reports.append(report))
+        return measure(runner, range(3), samples(text), config, CHOICES)
 
-    repeated = again(config)
-    assert reports[0][:2] == (10, len(names))
+    repeated = again(load_config(CONFIG))
+    assert reports[-1][:2] == (2 * (len(cells) - 5),) * 2, "two windows with each of the other configs"
     assert repeated.alone == pytest.approx(found.alone)
     assert repeated.curves == {side: pytest.approx(curve) for side, curve in found.curves.items()}
-    again(config.changed(recent_tokens=16))
-    assert reports[len(names) - 10 + 1][0] == 0, "what was measured with another window does not count"
+    again(load_config(CONFIG).changed(recent_tokens=16))
+    assert reports[-1][:2] == (2 * len(cells),) * 2, "what was measured with another window does not count"
+    with pytest.raises(ValueError, match="nothing is packed after 112 tokens"):
+        again(load_config(CONFIG).changed(recent_tokens=120))
 
 
 def run_command(*options: str) -> Any:
