@@ -1,20 +1,13 @@
-"""Plots of a comparison: bits against loss, and heat maps of needles."""
-
-from __future__ import annotations
+"""Plot of a comparison: bits against loss."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.validation import shortened
 
 from .tables import FULL_BITS, Column, Row, Table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # The first six are Okabe and Ito's, which can be told apart with any colour vision; yellow and black are left out.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d5a", "#7f8890", "#8766b8")
@@ -25,24 +18,13 @@ NAME = 26
 """Characters of a cache's name that a plot has room for."""
 
 
-@contextmanager
-def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure of a size in inches, which is written as PNG when the block ends; see `whole_file`."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(SETTINGS), warnings.catch_warnings(), whole_file(path) as unfinished:
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure
-        figure.savefig(unfinished, format="png", dpi=200, facecolor="white", metadata={"Software": None})
-
-
 def plot_pareto(table: Table, column: Column, path: Path) -> bool:
     """Plot the loss in a benchmark against packed bits, a colour per method; False if there is nothing to plot.
 
     Caches on the Pareto front have a rim and a name.
     """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     points: dict[str, list[tuple[Row, float, float]]] = {}
@@ -52,7 +34,9 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
     if not points:
         return False
     front = table.front(column)
-    with figure_file(path, 6.4, 4.8) as figure:
+    with rc_context(SETTINGS), warnings.catch_warnings(), whole_file(path) as unfinished:
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure = Figure(figsize=(6.4, 4.8), layout="constrained")
         ax = figure.add_subplot()
         for number, (family, of_family) in enumerate(sorted(points.items())):
             rims = ["black" if row in front else "none" for row, _, _ in of_family]
@@ -75,32 +59,5 @@ def plot_pareto(table: Table, column: Column, path: Path) -> bool:
         ax.set(xlabel="measured bits per number, packed part")
         ax.set_ylabel(f"{column.name}: {column.label}" + (", loss" if column.higher_is_better else ""))
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    return True
-
-
-def plot_needles(table: Table, column: Column, path: Path) -> bool:
-    """Plot a heat map per cache, all on one scale; False if there is nothing to plot."""
-    from pandas import DataFrame
-
-    finished = [row for row in table.rows if column.kind == "needle" and row.score(column) is not None]
-    grids = {row.cache: DataFrame(row.cells[column.name].records) for row in finished}
-    if not grids:
-        return False
-    width = min(5, len(grids))
-    height = -(-len(grids) // width)
-    with figure_file(path, 2.1 * width + 0.6, 1.9 * height + 0.5) as figure:
-        panels = list(figure.subplots(height, width, squeeze=False).flat)
-        for ax in panels:
-            ax.grid(visible=False)
-            ax.set_axis_off()
-        for ax, (cache, records) in zip(panels, grids.items(), strict=False):
-            grid = records.pivot_table("score", "depth", "length")  # means
-            image = ax.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-            ax.set_axis_on()
-            ax.set_xticks(range(len(grid.columns)), [f"{length:g}" for length in grid.columns], rotation=90)
-            ax.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
-            ax.set_title(shortened(cache, NAME), fontsize=8)
-        figure.supxlabel("prompt length, tokens", fontsize=9)
-        figure.supylabel("depth of the needle", fontsize=9)
-        figure.colorbar(image, ax=figure.axes, label="score")
+        figure.savefig(unfinished, format="png", dpi=200, facecolor="white", metadata={"Software": None})
     return True

@@ -14,7 +14,7 @@ from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.validation import require
 
-from .plots import plot_needles, plot_pareto
+from .plots import plot_pareto
 from .tables import Table, tables
 
 
@@ -59,11 +59,10 @@ def write_report(path: Path) -> list[Path]:
     images: list[tuple[str, Path]] = []
     for table in comparison:
         for column in table.columns:
-            for kind, plot in (("bits against loss", plot_pareto), ("needles", plot_needles)):
-                name = re.sub(r"[^\w.]+", "-", f"{path.stem}-{table.model}-{table.dtype}-{column.name}-{kind}")
-                image = path.with_name(f"{name}.png")
-                if plot(table, column, image):
-                    images.append((f"{table.title}, {column.name}: {kind}", image))
+            name = re.sub(r"[^\w.]+", "-", f"{path.stem}-{table.model}-{table.dtype}-{column.name}")
+            image = path.with_name(f"{name}.png")
+            if plot_pareto(table, column, image):
+                images.append((f"{table.title}, {column.name}: bits against loss", image))
     page = path.with_suffix(".html")
     write_atomically(page, to_html(comparison, images))
     return [page, *(image for _, image in images)]

@@ -11,7 +11,7 @@ from support.comparison_cells import HOSTILE, cell, comparison
 from typer.testing import CliRunner
 
 from kvcache_compress.cli.evaluate.app import app
-from kvcache_compress.eval.reporting.plots import plot_needles, plot_pareto
+from kvcache_compress.eval.reporting.plots import plot_pareto
 from kvcache_compress.eval.reporting.report import to_html, write_report
 from kvcache_compress.eval.reporting.tables import MAX_KL, Table, standard_error, tables
 from kvcache_compress.eval.runner.table import Cell, ResultTable
@@ -96,12 +96,9 @@ def test_names_and_messages_are_escaped(table: Table) -> None:
 
 
 def test_plots_are_drawn_where_there_are_data(table: Table, tmp_path: Path) -> None:
-    wiki, needle = table.columns
     image = tmp_path / "a.png"
-    assert plot_pareto(table, wiki, image)
+    assert plot_pareto(table, table.columns[0], image)
     assert image.read_bytes().startswith(b"\x89PNG")
-    assert plot_needles(table, needle, image)
-    assert not plot_needles(table, wiki, image)
     (full,) = tables([cell("full", "perplexity", 0.0)])
     assert not plot_pareto(full, full.columns[0], image)
 
@@ -113,9 +110,9 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["report", str(path)])
     assert ran.exit_code == 0, ran.output
     written = [Path(line) for line in ran.output.splitlines()]
-    assert [one.suffix for one in written] == [".html", *[".png"] * 6]
+    assert [one.suffix for one in written] == [".html", *[".png"] * 4]
     assert written == write_report(path)
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == 6
+    assert page.count("data:image/png;base64,") == 4
     assert all(text in page for text in ("other/model", "kvcache-compress eval compare a.yaml", "abc123", "A &amp; B"))
     assert CliRunner().invoke(app, ["report", str(tmp_path / "none.jsonl")]).exit_code == 1
