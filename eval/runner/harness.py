@@ -35,8 +35,6 @@ class CachedLM(HFLM):
 
     Args:
         cache: a name that `resolve_cache` takes, or a spec.
-        step: tokens of an answer per forward pass. Tokens of one pass see each other uncompressed. With 1, as in
-            generation, each token sees all earlier ones as the cache stores them.
         options: options of `HFLM`, such as `pretrained`, `tokenizer` and `max_length`. Answers are scored one by one,
             whatever `batch_size` is.
 
@@ -47,15 +45,12 @@ class CachedLM(HFLM):
 
     Raises:
         ImportError: lm-eval (when the module is imported) or a peer's package is not installed.
-        ValueError: There is no such cache, or `step` is below 1.
+        ValueError: There is no such cache.
     """
 
-    def __init__(self, *, cache: str | CacheSpec, step: int = 1, **options: Any) -> None:
-        if step < 1:
-            raise ValueError(f"step={step}: must be at least 1")
+    def __init__(self, *, cache: str | CacheSpec, **options: Any) -> None:
         super().__init__(**options)
         self.spec = cache if isinstance(cache, CacheSpec) else resolve_cache(cache)
-        self.step = step
         self.packed_tokens: list[int] = []
 
     def _loglikelihood_tokens(
@@ -73,7 +68,7 @@ class CachedLM(HFLM):
             for text, *_, answer_ids in members:
                 run = shared.run(self.spec)
                 self.packed_tokens.append(run.measured.packed_tokens)
-                logprobs, exact = force_answer(run, answer_ids, self.step)
+                logprobs, exact = force_answer(run, answer_ids, step=1)
                 scored.append((logprobs.sum().item(), exact))
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, scored[-1])

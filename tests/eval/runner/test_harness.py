@@ -55,15 +55,14 @@ def test_full_cache_scores_as_one_pass_does(model: LlamaForCausalLM, tokenizer: 
 
 def test_answers_are_scored_after_a_compressed_context(model: LlamaForCausalLM, tokenizer: Any) -> None:
     """The context's last token and the answer, but for its last, meet the context as the cache keeps it."""
-    step = 2
-    lm = CachedLM(cache=preset_cache(CONFIG, name="kivi"), step=step, pretrained=model, tokenizer=tokenizer)
+    lm = CachedLM(cache=preset_cache(CONFIG, name="kivi"), pretrained=model, tokenizer=tokenizer)
     found = lm.loglikelihood(requests("loglikelihood", *QUESTIONS))
     assert min(lm.packed_tokens) >= 32
     for (context, answer), (likelihood, greedy) in zip(QUESTIONS, found, strict=True):
         context_ids, ids = (tokenizer(part, return_tensors="pt").input_ids for part in (context, answer))
         by_cache = []
         for cache in (CompressedCache(model.config, CONFIG), DynamicCache()):
-            parts = [context_ids[:, :-1], context_ids[:, -1:], *ids[:, :-1].split(step, 1)]
+            parts = [context_ids[:, :-1], context_ids[:, -1:], *ids[:, :-1].split(1, 1)]
             with torch.no_grad():
                 logits = [model(part, **with_cache(cache)).logits[0] for part in parts if part.numel()]
             logprobs = torch.cat(logits)[-ids.shape[1] :].log_softmax(-1)
