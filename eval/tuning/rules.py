@@ -33,11 +33,7 @@ def with_choices(config: CompressionConfig, chosen: Mapping[int, Mapping[Side, S
 
 
 def config_yaml(config: CompressionConfig) -> str:
-    """The config as a YAML file, with its rules in one line each."""
-    fields = {*SIDES, "sink_tokens", "recent_tokens"}
-    lines = [yaml.safe_dump(config.model_dump(mode="json", include=fields), default_flow_style=None, sort_keys=False)]
-    lines += ["layers:\n"] if config.layers else []
-    for rule in config.layers:
-        text = yaml.safe_dump(rule.model_dump(exclude_none=True), default_flow_style=True, sort_keys=False, width=1000)
-        lines.append(f"  - {text}")
-    return "".join(lines)
+    """The config as a YAML file."""
+    fields = {*SIDES, "sink_tokens", "recent_tokens", "layers"}
+    content = config.model_dump(mode="json", include=fields, exclude_none=True)
+    return yaml.safe_dump(content, default_flow_style=None, sort_keys=False, width=120)
