@@ -24,24 +24,12 @@ def calibrate(
     values: Annotated[
         str | None, typer.Option(help="commvq: how values are coded: residual (default), or encoder as in the paper.")
     ] = None,
-    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys.")] = None,
-    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values.")] = None,
-    centres: Annotated[
-        int | None, typer.Option(help="commvq: centres of a codebook, a power of two from 2 to 64 (default).")
-    ] = None,
-    groups: Annotated[
-        int | None,
-        typer.Option(
-            help="commvq: groups of channels of a head, each with its own codes; default 1 up to 128 channels."
-        ),
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="commvq: less text and fewer steps.")] = False,
     group: Annotated[int | None, typer.Option(help="spectral: tokens per group: 32, 64 (default) or 128.")] = None,
     device: Annotated[str | None, typer.Option(help="Device; by default the GPU if there is one.")] = None,
 ) -> None:
     """Calibrate a method on your model and write the result to a file: CommVQ's codebooks, or spectral's statistics."""
-    commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
-    commvq |= {"centres": centres, "groups": groups, "quick": quick or None}
+    commvq = {"bits": bits, "values": values, "quick": quick or None}
     own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
     started = time.perf_counter()
     with errors_as_lines():

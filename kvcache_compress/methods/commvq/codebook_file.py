@@ -33,7 +33,6 @@ ADVICE = (
     "Make one with `kvcache-compress calibrate --method commvq --model MODEL --text FILE --output FILE.safetensors`"
 )
 CENTRES, GROUP_PAIRS = 64, 64
-ALLOWED_CENTRES = (2, 4, 8, 16, 32, 64)
 
 
 def group_count(head_dim: int) -> int:

@@ -30,7 +30,7 @@ from kvcache_compress.modeling.calibration.text import read_windows
 
 LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
 SHORT = em.Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)
-SETTINGS: dict[str, Any] = {"tokens": 576, "context": CONTEXT, "centres": 8, "schedule": SHORT}
+SETTINGS: dict[str, Any] = {"tokens": 576, "context": CONTEXT, "schedule": SHORT}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path)
     torch.testing.assert_close(read_layer(tmp_path, 1, "values", HEADS, HEAD_DIM), expected.half())
 
 
-@pytest.mark.parametrize("changes", [{"centres": 16}, {"values": "encoder"}, {"groups": 8, "centres": 4}], ids=str)
+@pytest.mark.parametrize("changes", [{"bits": 1}, {"values": "encoder"}], ids=str)
 def test_a_file_that_the_cache_takes(
     model: LlamaForCausalLM, text: list[str], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -80,8 +80,7 @@ def test_a_file_that_the_cache_takes(
     assert (file.facts.layers, file.facts.kv_heads, file.facts.head_dim) == (LAYERS, HEADS, HEAD_DIM)
     assert (file.header["data"]["windows"], file.header["data"]["held_out_windows"]) == (8, 1)
     assert set(file.header["losses"]) == {str(layer) for layer in range(LAYERS)}
-    assert file.shape("keys")[1] == changes.get("groups", 1)
-    assert file.shape("keys")[3] == changes.get("centres", 8)
+    assert file.shape("keys") == (HEADS, 1, 1 if "bits" in changes else 3, 64)
     cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
     model(input_ids=torch.arange(48)[None], **with_cache(cache))
     assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
@@ -98,7 +97,7 @@ def test_windows_are_held_out() -> None:
 
 def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "books.safetensors"
-    calibrate(model, text, output, key_rounds=4)
+    calibrate(model, text, output)
     tables = additive.complex_tables(load_file(output)["keys.1.codebooks"][:, 0].float())
     windows, _ = read_windows(text, Letters([3]), 576, CONTEXT)  # type: ignore[arg-type]
     for kind, part in (("rounds", windows[:8]), ("held_out", windows[8:])):
@@ -125,13 +124,8 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
         (["nowhere.txt"], {}, "text='nowhere.txt'"),
         (text, {"tokens": 4096}, "tokens=4096"),
         (text, {"bits": 3}, "bits=3"),
-        (text, {"centres": 7}, "centres=7"),
         (text, {"context": 1}, "context=1"),
-        (text, {"groups": 0}, "groups=0"),
-        (text, {"groups": 3, "key_rounds": 2, "value_rounds": 2}, "groups=3"),
-        (text, {"groups": 8, "bits": 1, "centres": 64}, "bits=1 for commvq .* 8 groups of 64 centres"),
         (text, {"tokens": 127}, "tokens=127"),
-        (text, {"value_rounds": 257}, "value_rounds=257"),
     ):
         with pytest.raises(ValueError, match=message):
             calibrate(model, given, output, **changes)
@@ -152,17 +146,17 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "books.safetensors"
     text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
     options = ["--text", str(text), "--output", str(output), "--tokens", "2048", "--quick", "--bits", "1"]
-    options += ["--model", saved_model(), "--centres", "8", "--groups", "2", "--key-rounds", "2", "--value-rounds", "2"]
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["calibrate", *options])
+    options = ["calibrate", *options, "--model", saved_model()]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, options)
     assert result.exit_code == 0, result.output
     assert "[1/2] reading text, " in result.output
     assert re.search(r"\[\d+/\d+\] training, [\d:]+ left", result.output)
     file = read_codebooks(str(output))
-    assert file.shape("keys") == (2, 2, 2, 8)
+    assert file.shape("keys") == (2, 1, 3, 64)
     rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]
     for row, windows, kind in zip(rows, ("trained on", "held out"), ("rounds", "held_out"), strict=True):
         ends = [error[-1] for layer in file.header["losses"].values() for error in layer["values"][kind]]
-        assert [row[2].strip(), row[3].strip()] == ["2", windows]
+        assert [row[2].strip(), row[3].strip()] == ["5", windows]
         expected = [min(ends), sum(ends) / len(ends), max(ends)]
         assert [float(figure) for figure in row[4:7]] == pytest.approx(expected, abs=1e-4)
     assert re.search(r"books\.safetensors: [\d.]+ MiB in [\d.]+ minutes", result.output)

@@ -15,9 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_compress.codecs.base import SIDES, Side, hashed_seed
 from kvcache_compress.files.model_file import check_output
 from kvcache_compress.methods.commvq.codebook_file import (
-    ALLOWED_CENTRES,
     CENTRES,
-    code_bits,
     codebook_facts,
     group_count,
     rounds_for,
@@ -34,8 +32,6 @@ HELD_OUT = 8
 """One window in `HELD_OUT`, and at least one, is not trained on: it measures the loss on new text of the same kind."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
-MOST_ROUNDS = 256
-"""Most residual rounds: with as many, heads of 128 numbers need more bits than uncompressed ones."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +39,10 @@ class CommVQSettings:
     """Settings of a calibration: size of the codes, amount of text, length of training.
 
     Attributes:
-        bits: code bits per number, 1 or 2. They set the rounds unless `key_rounds` and `value_rounds` do.
+        bits: code bits per number, 1 or 2.
         tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
         context: tokens per window.
         values: `residual` codebooks (ours), or the paper's `encoder`.
-        key_rounds, value_rounds: residual rounds of each side.
-        centres: centres N of a codebook, a power of two up to 64. A round stores two indices for keys, one for values.
-        groups: groups G of each head, with codes and codebooks of their own; by default one for up to 128 channels.
         seed: seed of samples and starting points.
         schedule, encoder: steps of the training of residual codebooks, and of the encoder.
     """
@@ -58,25 +51,16 @@ class CommVQSettings:
     tokens: int = 55_296
     context: int = 1024
     values: Literal["residual", "encoder"] = "residual"
-    key_rounds: int | None = None
-    value_rounds: int | None = None
-    centres: int = CENTRES
-    groups: int | None = None
     seed: int = 0
     schedule: Schedule = field(default_factory=Schedule)
     encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
 
     def __post_init__(self) -> None:
-        rounds = range(1, MOST_ROUNDS + 1)
         for name, fits, must in (
             ("bits", self.bits in (1, 2), "be 1 or 2"),
             ("values", self.values in ("residual", "encoder"), "be 'residual' or 'encoder'"),
-            ("centres", self.centres in ALLOWED_CENTRES, f"be one of {', '.join(map(str, ALLOWED_CENTRES))}"),
-            ("groups", self.groups is None or self.groups >= 1, "be at least 1"),
             ("context", self.context >= 2, "be at least 2"),
             ("tokens", self.tokens >= 2 * self.context, f"make at least two windows of {self.context}"),
-            ("key_rounds", self.key_rounds in (None, *rounds), f"be between 1 and {MOST_ROUNDS}"),
-            ("value_rounds", self.value_rounds in (None, *rounds), f"be between 1 and {MOST_ROUNDS}"),
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)!r} for commvq must {must}")
@@ -87,30 +71,11 @@ class CommVQSettings:
         short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
         return cls(**short | changes)
 
-    def groups_of(self, head_dim: int) -> int:
-        """Groups of a head of `head_dim` channels."""
-        groups = self.groups or group_count(head_dim)
-        if head_dim % (2 * groups):
-            fitting = ", ".join(str(n) for n in range(1, head_dim // 2 + 1) if head_dim % (2 * n) == 0)
-            raise ValueError(f"groups={groups} for commvq must be one of {fitting} for heads of {head_dim} numbers")
-        return groups
-
     def rounds(self, side: Side, head_dim: int) -> int:
         """Rounds of a side; the encoder counts as one."""
         if side == "values" and self.values == "encoder":
             return 1
-        groups = self.groups_of(head_dim)
-        chosen = self.key_rounds if side == "keys" else self.value_rounds
-        if chosen:
-            return chosen
-        rounds = rounds_for(self.bits, side, head_dim, groups, self.centres)
-        each = groups * code_bits(side, self.centres) / head_dim
-        if rounds > MOST_ROUNDS or abs(rounds * each - self.bits) > self.bits / 4:
-            raise ValueError(
-                f"bits={self.bits} for commvq must be near a multiple of {each:.3g}, in at most {MOST_ROUNDS} rounds, "
-                f"with {groups} groups of {self.centres} centres for {side}; change groups or centres"
-            )
-        return rounds
+        return rounds_for(self.bits, side, head_dim, group_count(head_dim))
 
 
 def calibrate_commvq(
@@ -138,8 +103,6 @@ def calibrate_commvq(
     layers = calibrated_layers(config)
     codebook_facts(config)  # refuses a model without RoPE
     head_dim, heads, _ = head_shape(config)
-    # An unfit setting is refused before the text is read.
-    rounds = sum(settings.rounds(side, head_dim) for side in SIDES)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
     parts = split_windows(windows)
     data: dict[str, Any] = {"windows": len(parts[0]), "held_out_windows": len(parts[1])}
@@ -153,6 +116,7 @@ def calibrate_commvq(
         on_step = _counter(report, "reading text", len(windows))
         for part, place in zip(parts, folders, strict=True):
             collect(model, part, place, layers, on_step)
+        rounds = sum(settings.rounds(side, head_dim) for side in SIDES)
         on_step = _counter(report, "training", rounds * len(layers))
         for layer in layers:
             for side in SIDES:
@@ -200,7 +164,7 @@ def train_side(
         on_step()
         ends = {"rounds": [[encoder_loss(network, tokens)]], "held_out": [[encoder_loss(network, others)]]}
         return network, {**ends, "seconds": time.perf_counter() - started}
-    groups = settings.groups_of(head_dim)
+    groups = group_count(head_dim)
 
     def by_group(states: torch.Tensor) -> torch.Tensor:
         """Normalize and split by group: `[H * G, tokens, head_dim / G]`."""
@@ -210,9 +174,7 @@ def train_side(
         return losses.unflatten(0, (heads, groups)).sum(1).tolist()
 
     form, rounds = ComplexForm() if side == "keys" else RealForm(), settings.rounds(side, head_dim)
-    books, trained = train_residual(
-        by_group(states), form, rounds, settings.centres, settings.schedule, generator, on_step
-    )
+    books, trained = train_residual(by_group(states), form, rounds, CENTRES, settings.schedule, generator, on_step)
     shaped = books.unflatten(0, (heads, groups))
     losses: dict[str, Any] = {"rounds": by_head(trained)}
     losses["held_out"] = by_head(residual_losses(by_group(held_out), form, books))
