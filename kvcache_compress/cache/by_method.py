@@ -142,7 +142,6 @@ class QJLCache(MethodCache):
     Args:
         config: the model's config.
         sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
-        sketch_dim: number of rows, a multiple of 8; replaces `sketch_ratio`.
         values: method and options of the values; by default KIVI at 2 bits in the paper's groups of 32 channels, in
             groups of 16 if 32 does not divide the head dimension, or TurboQuant at 2 bits if 16 does not either.
             Options without a method change that default.

@@ -6,7 +6,6 @@ With a sketch S of m rows (Definition 3.1), a key k is stored as `sign(S k)` and
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,20 +29,17 @@ MIN_OUTLIERS = 4
 """Fewest outlier channels; with fewer, an orthogonal sketch has few distinct sign patterns."""
 WORDS_AT_ONCE = 16
 """Words of a token that Triton unpacks at a time; 512 signs at once would spill registers."""
-Rows = Annotated[int, Limits(ge=CODES_PER_WORD, multiple_of=CODES_PER_WORD)]
 
 
 class QJLOptions(MethodOptions):
     """Options of `qjl`, for keys.
 
     Attributes:
-        sketch_ratio: sketch rows per channel, up to 4.
-        sketch_dim: number of sketch rows, a multiple of 8, instead of `sketch_ratio`.
+        sketch_ratio: sketch rows per channel, up to 4; their number is rounded to a multiple of 8.
         sketch: `orthogonal` stacks rotations, `gaussian` has independent rows.
         shared_sketch: use one sketch for all layers.
-        outlier_channels: channels per head with a sketch of their own: those with the largest norm in the first
-            prefill.
-        outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
+        outlier_channels: channels per head with a sketch of their own, of as many rows as a head has channels: those
+            with the largest norm in the first prefill.
         scalar: number stored per token: `norm` (the paper's), or `match`, which keeps the key's norm.
         center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
         equalize: `auto` divides outlier channels by a factor before the sketch, if sinks stay dense and no channels
@@ -51,11 +47,9 @@ class QJLOptions(MethodOptions):
     """
 
     sketch_ratio: Annotated[float, Limits(gt=0, le=MAX_RATIO)] = 2
-    sketch_dim: Rows | None = None
     sketch: SketchKind = "orthogonal"
     shared_sketch: bool = False
     outlier_channels: int = 0
-    outlier_sketch_dim: Rows | None = None
     scalar: Literal["norm", "match"] = "match"
     center: Center = "auto"
     equalize: Equalize = "auto"
@@ -68,39 +62,17 @@ class QJLOptions(MethodOptions):
         return count
 
     def idle(self) -> dict[str, str]:
-        idle = {} if self.sketch_dim is None else {"sketch_ratio": "no sketch_dim"}
-        return idle | (
-            {"equalize": "no outlier_channels"} if self.outlier_channels else {"outlier_sketch_dim": "outlier_channels"}
-        )
+        return {"equalize": "no outlier_channels"} if self.outlier_channels else {}
 
 
-@dataclass(frozen=True)
-class Sketch:
-    """One sketch: signs of `channels` channels along `rows` rows of the basis, from row `start` on."""
-
-    rows: int
-    channels: int
-    start: int
-
-    @property
-    def span(self) -> slice:
-        return slice(self.start, self.start + self.rows)
-
-
-def sketches(options: QJLOptions, head_dim: int) -> tuple[Sketch, ...]:
-    """The sketch of the inlier channels, then that of the outlier channels, if any."""
-    limit = MAX_RATIO * head_dim
+def sketches(options: QJLOptions, head_dim: int) -> tuple[tuple[int, int], ...]:
+    """Rows and channels of the sketch of the inlier channels, then of that of the outlier channels, if any."""
     outliers = options.outlier_channels
     if outliers >= head_dim:
         raise ValueError(f"outlier_channels={outliers} for qjl must be below the head dimension {head_dim}")
-    by_ratio = max(1, round(options.sketch_ratio * head_dim / CODES_PER_WORD)) * CODES_PER_WORD
-    rows = options.sketch_dim or by_ratio
-    outlier_rows = options.outlier_sketch_dim or -(-head_dim // CODES_PER_WORD) * CODES_PER_WORD
-    for name, count in (("sketch_dim", rows), ("outlier_sketch_dim", outlier_rows)):
-        if count > limit:
-            raise ValueError(f"{name}={count} for qjl must be at most {limit}, {MAX_RATIO} times the head dimension")
-    inliers = Sketch(rows, head_dim - outliers, 0)
-    return (inliers, Sketch(outlier_rows, outliers, rows)) if outliers else (inliers,)
+    rows = max(1, round(options.sketch_ratio * head_dim / CODES_PER_WORD)) * CODES_PER_WORD
+    outlier_rows = -(-head_dim // CODES_PER_WORD) * CODES_PER_WORD
+    return ((rows, head_dim - outliers), (outlier_rows, outliers)) if outliers else ((rows, head_dim),)
 
 
 @register_method
@@ -118,11 +90,15 @@ class QJLCodec(LinearCodec):
         self.sketches = sketches(options, context.head_dim)
         seed_of = partial(context.seed_of, shared=options.shared_sketch)
         self._matrices = tuple(
-            sketch_matrix(options.sketch, sketch.channels, seed_of(f"sketch {index}"), sketch.rows).to(context.device)
-            for index, sketch in enumerate(self.sketches)
+            sketch_matrix(options.sketch, channels, seed_of(f"sketch {index}"), rows).to(context.device)
+            for index, (rows, channels) in enumerate(self.sketches)
         )
-        self._levels = torch.tensor([-1.0, 1.0], device=context.device)
-        self._table = packing.level_table(self._levels, 1)
+        levels = torch.tensor([-1.0, 1.0], device=context.device)
+        table, starts = packing.level_table(levels, 1), (0, self.sketches[0][0])
+        self.components = tuple(
+            Component(1, rows, start, index, True, levels, table, even=True, trellis=False)
+            for index, ((rows, _), start) in enumerate(zip(self.sketches, starts, strict=False))
+        )
         self.members: torch.Tensor | None = None
         if not options.outlier_channels:
             self.basis = self._matrices[0].unsqueeze(0)
@@ -132,8 +108,8 @@ class QJLCodec(LinearCodec):
         if side == "values":
             raise ValueError("qjl for values: it estimates products with queries, so only keys can use it")
         fields: tuple[Field, ...] = ()
-        for sketch, prefix in zip(sketches(options, head_dim), ("", "outlier_"), strict=False):
-            fields += (*code_fields(1, sketch.rows, prefix), Field(f"{prefix}scale", torch.float16))
+        for (rows, _), prefix in zip(sketches(options, head_dim), ("", "outlier_"), strict=False):
+            fields += (*code_fields(1, rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
@@ -147,7 +123,7 @@ class QJLCodec(LinearCodec):
         super().set_statistics(statistics)
         if self.options.outlier_channels:
             order = statistics["energy"].argsort(dim=-1, stable=True)
-            self._spread(order[:, : self.sketches[0].channels].sort(-1).values)
+            self._spread(order[:, : self.sketches[0][1]].sort(-1).values)
 
     def _spread(self, inliers: torch.Tensor) -> None:
         """Build the basis, with each sketch's columns at its channels in each head; `inliers` is `[H, channels]`."""
@@ -155,54 +131,55 @@ class QJLCodec(LinearCodec):
         is_inlier = torch.zeros(heads, head_dim, device=inliers.device).scatter_(1, inliers, 1.0)
         self.members = torch.stack([is_inlier, 1 - is_inlier])
         parts = []
-        for sketch, matrix, member in zip(self.sketches, self._matrices, self.members, strict=True):
-            channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, : sketch.channels]
-            spread = torch.zeros(heads, sketch.rows, head_dim, device=inliers.device)
-            parts.append(spread.scatter_(2, channels.expand(-1, sketch.rows, -1), matrix.expand(heads, -1, -1)))
+        for (rows, count), matrix, member in zip(self.sketches, self._matrices, self.members, strict=True):
+            channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, :count]
+            spread = torch.zeros(heads, rows, head_dim, device=inliers.device)
+            parts.append(spread.scatter_(2, channels.expand(-1, rows, -1), matrix.expand(heads, -1, -1)))
         self.basis = torch.cat(parts, 1)
         self._matrices = ()
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x, basis = self.equalize(x, self.statistics), self.basis
+        x = self.equalize(x, self.statistics)
         quantize_on = getattr(self.native, "quantize_levels", quantize)
         fields: Fields = ()
-        for index, sketch in enumerate(self.sketches):
-            sketched = x @ basis[:, sketch.span].mT
+        for index, component in enumerate(self.components):
+            basis = self.basis[:, component.rows]
+            sketched = x @ basis.mT
             norm = (x if self.members is None else x * self.members[index][:, None]).norm(dim=-1)
             if self.options.scalar == "norm":
-                stored = norm * sketch_constant(self.options.sketch, sketch.channels, sketch.rows)
+                stored = norm * self._constants[index]
             else:
                 signs = (sketched > 0).float() * 2 - 1
-                point = signs @ basis[:, sketch.span]
-                stored = norm / point.norm(dim=-1).clamp_min(1e-30)
-            fields += quantize_on(sketched, stored, self._levels, 1, "norm")
+                stored = norm / (signs @ basis).norm(dim=-1).clamp_min(1e-30)
+            fields += quantize_on(sketched, stored, component.levels, 1, "norm")
         return fields
 
+    @property
+    def _constants(self) -> list[float]:
+        """Factor of each sketch's norm for unbiased scores."""
+        return [sketch_constant(self.options.sketch, channels, rows) for rows, channels in self.sketches]
+
     def parts(self, fields: Fields) -> Iterator[Part]:
-        for index, sketch in enumerate(self.sketches):
-            signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, self._table)
-            yield Part(sketch.span, signs, fields[2 * index + 1].float())
+        for index, component in enumerate(self.components):
+            signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, component.table)
+            yield Part(component.rows, signs, fields[2 * index + 1].float())
 
     @cached_property
     def kernel_side(self) -> Any:
         from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
 
-        components = [
-            Component(1, sketch.rows, sketch.start, index, True, self._levels, self._table, even=True, trellis=False)
-            for index, sketch in enumerate(self.sketches)
-        ]
-        return turboquant_side("keys", components, self.ready_basis(), self.mean, WORDS_AT_ONCE)
+        return turboquant_side("keys", self.components, self.ready_basis(), self.mean, WORDS_AT_ONCE)
 
     @cached_property
     def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.qjl import qjl_encoder
 
-        kind, match = self.options.sketch, self.options.scalar == "match"
-        sketches = [(sketch.rows, sketch_constant(kind, sketch.channels, sketch.rows)) for sketch in self.sketches]
+        sketches = [(c.width, constant) for c, constant in zip(self.components, self._constants, strict=True)]
         weights = self.members if self.factors is None else 1 / self.factors[None]
+        match = self.options.scalar == "match"
         return qjl_encoder(self.encoding_rows(self.basis), sketches, match, self.mean, weights)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        count = len(self.sketches)
-        return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)
+        levels = [c.levels for c in self.components]
+        return cpu_side("levels", [1] * len(levels), levels, self.ready_basis(), self.mean)

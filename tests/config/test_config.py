@@ -234,8 +234,7 @@ IDLE = [
     ({"method": "turboquant", "bits": 2, "estimator": "prod", "codebook": "uniform"}, "codebook", "more bits"),
     ({"method": "polarquant_recursive", "precondition": False, "shared_rotation": True}, "shared_rotation", "precond"),
     ({"method": "polarquant_rope", "radius_scale": "channel", "group_size": 64}, "group_size", "radius_scale 'group'"),
-    ({"method": "qjl", "sketch_dim": 96, "sketch_ratio": 2}, "sketch_ratio", "no sketch_dim"),
-    ({"method": "qjl", "outlier_sketch_dim": 32}, "outlier_sketch_dim", "outlier_channels"),
+    ({"method": "qjl", "outlier_channels": 8, "equalize": "auto"}, "equalize", "no outlier_channels"),
 ]
 
 
@@ -268,8 +267,8 @@ def test_a_rule_may_leave_an_inherited_option_without_effect() -> None:
         keys,
     ]
     assert load_config(yaml.safe_load(config.to_yaml())) == config
-    qjl = {"keys": {"method": "qjl", "sketch_ratio": 4}, "values": "none"}
-    rule = {"match": 0, "keys": {"method": "qjl", "sketch_dim": 96}}
+    qjl = {"keys": {"method": "qjl", "equalize": "off"}, "values": "none"}
+    rule = {"match": 0, "keys": {"method": "qjl", "outlier_channels": 8}}
     assert load_config({**qjl, "layers": [rule]}).plan(["full_attention"])[0].keys.model_dump() == rule["keys"]
 
 
@@ -283,9 +282,6 @@ def test_an_option_of_both_sides_needs_one_that_can_use_it() -> None:
         with pytest.raises(ValueError, match=r"bits=3 .*key_bits and value_bits"):
             kind(small_config(), bits=3, key_bits=4, value_bits=2)
         assert kind(small_config(head_dim=32), bits=3, key_bits=4).compression.values.options().bits == 3
-    with pytest.raises(ValueError, match="sketch_ratio=2 for qjl: has an effect only with no sketch_dim"):
-        QJLCache(small_config(), sketch_ratio=2, sketch_dim=96)
-    assert QJLCache(small_config(), sketch_dim=96).compression.keys.model_dump() == {"method": "qjl", "sketch_dim": 96}
 
 
 def test_rules_without_effect() -> None:

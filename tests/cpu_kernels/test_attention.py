@@ -39,7 +39,7 @@ CALLS = CASES | {
     "more-rows-than-a-task": Case(tq(3), kivi(4), count=50, groups=7, packed=600, mask="bool"),
     "float64": Case(dtype=torch.float64),
     **{
-        f"words-of-{rows}-rows": Case(("qjl", {"sketch_dim": rows}), tq(4), head_dim=dim, packed=33)
+        f"words-of-{rows}-rows": Case(("qjl", {"sketch_ratio": rows / dim}), tq(4), head_dim=dim, packed=33)
         for dim, rows in ((520, 2080), (576, 2128))  # more than usual
     },
     **{

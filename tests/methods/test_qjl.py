@@ -15,15 +15,12 @@ CONTRACT = {
 }
 KERNEL_PAIRS: dict[str, Any] = {
     "qjl": (("qjl", {"center": "on"}), ("kivi", {"bits": 2, "group_size": 16})),
-    "qjl-outliers": (
-        ("qjl", {"sketch_ratio": 4, "outlier_channels": 8, "outlier_sketch_dim": 40}),
-        ("turboquant", {"bits": 2}),
-    ),
-    "qjl-gaussian-40": (("qjl", {"sketch_dim": 40, "sketch": "gaussian"}), ("none", {})),
+    "qjl-outliers": (("qjl", {"sketch_ratio": 4, "outlier_channels": 8}), ("turboquant", {"bits": 2})),
+    "qjl-gaussian": (("qjl", {"sketch_ratio": 0.625, "sketch": "gaussian"}), ("none", {})),
 }
 ENCODERS = [
     ("qjl", {}, "keys"),
-    ("qjl", {"sketch_dim": 72, "outlier_channels": 8, "sketch": "gaussian"}, "keys"),
+    ("qjl", {"sketch_ratio": 1.125, "outlier_channels": 8, "sketch": "gaussian"}, "keys"),
     ("qjl", {"sketch_ratio": 3, "outlier_channels": 5, **PAPER}, "keys"),
 ]
 
@@ -45,7 +42,7 @@ def test_unbiased_over_sketches(kind: str, outliers: int) -> None:
     keys[..., :3] *= 8
     found = []
     for seed in range(300):
-        options = {"sketch_dim": 64, "sketch": kind, "outlier_channels": outliers, "outlier_sketch_dim": 32, **PAPER}
+        options = {"sketch_ratio": 2, "sketch": kind, "outlier_channels": outliers, **PAPER}
         found.append(errors(make_codec("qjl", 32, seed=seed, **options), keys, queries))
     sample = torch.stack(found)
     z = sample.mean(0) / (sample.std(0) / math.sqrt(len(found)))
@@ -56,7 +53,7 @@ def test_unbiased_over_sketches(kind: str, outliers: int) -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("orthogonal", 0.046), ("gaussian", 0.079)])
 def test_error_of_unit_vectors(kind: str, expected: float) -> None:
     """m = 256, d = 128: the standard deviation for Gaussian S is bounded by sqrt(π / 2m) = .0783, see below."""
-    found = errors(make_codec("qjl", 128, sketch_dim=256, sketch=kind, **PAPER), *keys_and_queries(128))
+    found = errors(make_codec("qjl", 128, sketch_ratio=2, sketch=kind, **PAPER), *keys_and_queries(128))
     assert found.std().item() == pytest.approx(expected, rel=0.06)
     assert abs(found.mean().item()) < 0.002
 
@@ -76,14 +73,13 @@ def test_outlier_channels() -> None:
     for head in range(2):
         keys[:, head, :, loud[head]] *= 30
     with_, without = (
-        make_codec("qjl", 64, heads=2, **options, **PAPER)
-        for options in ({"outlier_channels": 4, "outlier_sketch_dim": 8}, {"equalize": "off"})
+        make_codec("qjl", 64, heads=2, **options, **PAPER) for options in ({"outlier_channels": 4}, {"equalize": "off"})
     )
     queries = torch.randn(2, 2, 10, 64, generator=torch.Generator().manual_seed(2))
     for head in range(2):
         queries[:, head, :, loud[head]] = 0
     assert errors(with_, keys, queries).std() < 0.2 * errors(without, keys, queries).std()
-    outlier_rows = with_.basis[:, with_.sketches[1].span]
+    outlier_rows = with_.basis[:, with_.components[1].rows]
     for head in range(2):
         assert outlier_rows[head].abs().sum(0).nonzero().flatten().tolist() == loud[head]
 

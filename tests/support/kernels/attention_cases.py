@@ -99,7 +99,7 @@ PAIRS = {
     "trellis-fractional": (trellis(2.5), trellis(1.5)),
     "not-centred": (tq(4, center="off"), tq(4)),
     "centred-fractional": (tq(2.5, center="on"), tq(2)),
-    "qjl-of-30-bytes": (("qjl", {"sketch_dim": 240}), tq(4)),
+    "qjl-of-30-bytes": (("qjl", {"sketch_ratio": 3.75}), tq(4)),
     "prod-3-2": (prod(3), prod(2)),
     "prod-1": (prod(1, sketch="gaussian"), prod(1)),
     "prod-fractional": (prod(2.5, center="on"), prod(3.5)),
@@ -167,7 +167,7 @@ CASES |= {
     for name in names
 }
 CASES |= {
-    "qjl-of-30-bytes-80-float16": fast(*PAIRS["qjl-of-30-bytes"], 80, **DECODE),
+    "qjl-of-30-bytes-80-float16": fast(("qjl", {"sketch_ratio": 3}), tq(4), 80, **DECODE),
     "4-2-80-float16": fast(tq(4), tq(2), 80),
     "2-3-40-float16": fast(tq(2), tq(3), 40, **DECODE),
     "4-1-112-float16": fast(tq(4), tq(1), 112),
