@@ -72,7 +72,6 @@ def test_stored_bits(method: str, dim: int, options: dict[str, Any], bits: float
         ("polarquant_rope", 64, {"radius_bits": 1}, r"radius_bits\n.*input_value=1"),
         ("polarquant_rope", 64, {"group_size": 16}, r"group_size\n.*input_value=16"),
         ("polarquant_rope", 64, {"side": "values"}, "polarquant_rope for values"),
-        ("polarquant_rope", 64, {"rope": None}, "pairing='auto'"),
         ("polarquant_rope", 72, {}, "head_dim=72 "),
     ],
 )

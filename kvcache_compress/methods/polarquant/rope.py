@@ -22,7 +22,6 @@ from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
-from kvcache_compress.modeling.rope import RopeLayout
 
 
 class PolarQuantRopeOptions(MethodOptions):
@@ -34,7 +33,6 @@ class PolarQuantRopeOptions(MethodOptions):
             all tokens, from the first prefill, with later radii clamped.
         group_size: 32, 64 or 128.
         reconstruction: decode to the `midpoint` of a cell, or to its lower `edge` (the paper's formulas).
-        pairing: `auto`, as the model pairs channels; `half`, (i, i + d/2); `interleaved`, (2i, 2i + 1).
         scalar: `match` also stores ‖k‖ / ‖k̂‖ per token; `none` does not.
         center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
     """
@@ -44,7 +42,6 @@ class PolarQuantRopeOptions(MethodOptions):
     radius_scale: Literal["channel", "group"] = "group"
     group_size: Literal[32, 64, 128] = 64
     reconstruction: Literal["midpoint", "edge"] = "midpoint"
-    pairing: Literal["auto", "half", "interleaved"] = "auto"
     scalar: Literal["none", "match"] = "none"
     center: Center = "auto"
 
@@ -71,7 +68,8 @@ class PolarQuantRopeCodec(LinearCodec):
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.pairs, self.codes = pair_layout(options, context), options.codes
+        assert context.rope is not None  # a cache refuses layers without it
+        self.pairs, self.codes = context.rope, options.codes
         codes = torch.arange(2**options.angle_bits, device="cpu")
         angles = 2 * math.pi * (codes + self.codes.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
@@ -98,7 +96,7 @@ class PolarQuantRopeCodec(LinearCodec):
 
     @classmethod
     def rope_use(cls, options: PolarQuantRopeOptions, side: Side) -> RopeUse:
-        return "pairs" if options.pairing == "auto" else "none"
+        return "pairs"
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure the keys' `mean` `[H, D]`, if centred, and `scale` `[H, pairs]`, if scales are per channel."""
@@ -187,17 +185,3 @@ class PolarQuantRopeCodec(LinearCodec):
         codes = self.codes
         numbers = (codes.angle_bits, codes.radius_bits, codes.tokens, round(2 * codes.offset))
         return cpu_side("pairs", numbers, [self.points], self.ready_basis(), self.mean)
-
-
-def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:
-    """Pairs of channels according to `options.pairing`."""
-    dim, half = context.head_dim, context.head_dim // 2
-    if options.pairing == "interleaved":
-        return RopeLayout((*range(0, dim, 2), *range(1, dim, 2)), half, tuple(range(half)))
-    if options.pairing == "half":
-        return RopeLayout(tuple(range(dim)), half, tuple(range(half)))
-    if context.rope is None:
-        raise ValueError(
-            "pairing='auto' for polarquant_rope: this model's rotary pairs are unknown; set half or interleaved"
-        )
-    return context.rope

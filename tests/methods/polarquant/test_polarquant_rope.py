@@ -33,7 +33,7 @@ KERNEL_PAIRS: dict[str, Any] = {
 ENCODERS = [
     (NAME, {"group_size": 32}, "keys"),
     (NAME, {"angle_bits": 6, "radius_bits": 3, "group_size": 32, "scalar": "match"}, "keys"),
-    (NAME, {"angle_bits": 3, "radius_bits": 5, "pairing": "interleaved", **PAPER}, "keys"),
+    (NAME, {"angle_bits": 3, "radius_bits": 5, **PAPER}, "keys"),
     (NAME, {"angle_bits": 2, "radius_bits": 6, "group_size": 32, "radius_scale": "channel", "scalar": "match"}, "keys"),
 ]
 
@@ -144,17 +144,6 @@ def test_pairs_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(turned_decoded, by_hand, atol=1e-4, rtol=1e-4)
     query = torch.randn(1, 2, 5, 64)
     torch.testing.assert_close(codec.score(codec.map_query(query), fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_explicit_pairing(pairing: str) -> None:
-    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
-    layout = rope_layout(LAYOUTS[pairing], 64)
-    same = [
-        codec.decode(codec.encode(x))
-        for codec in (make_codec(NAME, 64, rope=None, pairing=pairing), make_codec(NAME, 64, rope=layout))
-    ]
-    assert torch.equal(*same)
 
 
 @pytest.mark.parametrize("scale", ["channel", "group"])

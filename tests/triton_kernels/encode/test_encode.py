@@ -10,7 +10,7 @@ import triton.language as tl
 from support.kernels.device import DEVICE
 from support.kernels.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from support.kernels.segment_makers import make_codec
-from support.method_cases import half_layout, random_track
+from support.method_cases import half_layout, neighbour_layout, random_track
 
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import packing
@@ -139,7 +139,9 @@ def test_angles_on_boundaries(head_dim: int, bits: int) -> None:
 
 @pytest.mark.parametrize("scalar", ["none", "match"])
 def test_pairs_that_take_several_turns(scalar: str) -> None:
-    codec = make_codec("polarquant_rope", {"group_size": 128, "scalar": scalar, "center": "on"}, "keys", 160)
+    """The pairs are neighbours, and some of them do not rotate."""
+    options = {"group_size": 128, "scalar": scalar, "center": "on"}
+    codec = make_codec("polarquant_rope", options, "keys", 160, layout=neighbour_layout(160, 60))
     x = 3 + torch.randn(1, 2, 256, 160)
     codec.prepare(x)
     assert_equal_fields(BACKENDS["triton"].encoded(codec, x), codec.encode(x))
