@@ -136,7 +136,7 @@ CASES = {
         for name, config in {"turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-2.5bit": _PROD_2_5}.items()
     },
     "encode norms, D=64": Case(_pair(_turboquant(3, scalar="norm")), 64, everything=True),
-    "encode least squares, D=256": Case(_pair(_turboquant(6, scalar="least_squares")), 256, everything=True),
+    "encode unbiased, D=256": Case(_pair(_turboquant(6, scalar="unbiased")), 256, everything=True),
 }  # fmt: skip
 KNOWN_STACK = {
     "prod-2.5bit, D=256: attend_kernel": 528,

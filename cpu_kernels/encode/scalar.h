@@ -10,7 +10,7 @@ namespace kvcache_compress {
 constexpr float SCALE_MAX = 65504.0f;
 
 // In the order of `scalar.Scalar`.
-enum class Scalar : int64_t { NORM, MATCH, UNBIASED, LEAST_SQUARES };
+enum class Scalar : int64_t { NORM, MATCH, UNBIASED };
 
 // Scales that are tried, and the integer steps in which they are compared: see `scalar.quantize`.
 constexpr float SEARCHED[] = {26 / 32.0f, 29 / 32.0f, 1, 35 / 32.0f, 38 / 32.0f};
@@ -28,7 +28,6 @@ template <class Number>
 float stored_scalar(Scalar scalar, Number norm, Number square, Number cross, Number point) {
   if (scalar == Scalar::MATCH) norm = norm / std::sqrt(point);
   if (scalar == Scalar::UNBIASED) norm = norm * square / std::max<Number>(cross, 1e-12f);
-  if (scalar == Scalar::LEAST_SQUARES) norm = norm * cross / point;
   return std::min<Number>(norm, SCALE_MAX);
 }
 

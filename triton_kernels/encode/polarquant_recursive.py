@@ -108,12 +108,7 @@ def store_radii(b_energy, b_cross, tile, META: tl.constexpr):
     PAD: tl.constexpr = META.padded
     ROOTS: tl.constexpr = META.roots
     SCALAR: tl.constexpr = META.scalar
-    if SCALAR == UNBIASED:
-        b_radii = tl.div_rn(b_energy, tl.maximum(b_cross, 1e-30))
-    elif SCALAR > UNBIASED:
-        b_radii = b_cross
-    else:
-        b_radii = tl.sqrt_rn(b_energy)
+    b_radii = tl.div_rn(b_energy, tl.maximum(b_cross, 1e-30)) if SCALAR == UNBIASED else tl.sqrt_rn(b_energy)
     o_r = tl.arange(0, ROOTS // ODD * PAD)
     o_i = tile.o_row[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
     m_i = tile.m_t[:, None] & (o_r % PAD < ODD)[None, :]

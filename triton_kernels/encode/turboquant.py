@@ -22,7 +22,7 @@ MAX_WIDTH = 256
 """Most channels of a channel set: wider tiles would spill registers and exceed shared memory."""
 MAX_TRELLIS_WIDTH = 128
 """The same for trellis codes."""
-SCALARS: tuple[Scalar, ...] = ("norm", "match", "unbiased", "least_squares")
+SCALARS: tuple[Scalar, ...] = ("norm", "match", "unbiased")
 """Stored scalars; kernels get their index, as Triton accepts no strings in tuples of tuples."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
 
@@ -131,10 +131,8 @@ def encode_set(tile, D: tl.constexpr, META: tl.constexpr, AT: tl.constexpr, PREC
         b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
         if SCALAR == MATCH:
             b_scale = b_scale / tl.sqrt(b_square)
-        elif SCALAR == UNBIASED:
-            b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
         else:
-            b_scale = b_scale * b_cross / b_square
+            b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
     p_scale = tile.fields[CODES.field + planes(BITS)]
     tl.store(p_scale + tile.o_row, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=tile.m_t)
 

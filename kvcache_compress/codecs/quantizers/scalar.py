@@ -9,7 +9,7 @@ import torch
 from .. import packing
 from ..base import Fields
 
-Scalar = Literal["norm", "match", "unbiased", "least_squares"]
+Scalar = Literal["norm", "match", "unbiased"]
 SCALE_MAX = torch.finfo(torch.float16).max
 SEARCHED = tuple((26 + 3 * i) / 32 for i in range(5))
 """Scales tried for each vector, as fractions of its own. Their low bits are zero, so products are equal on all back
@@ -49,7 +49,6 @@ def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: in
     - `norm`: norm
     - `match`: norm / ‖ẑ‖
     - `unbiased`: norm ⟨z, z⟩ / ⟨z, ẑ⟩
-    - `least_squares`: norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩
 
     Except for `norm`, the codes are those of t · z with the t in `SEARCHED` that brings ẑ closest to the direction of z
     (as in RaBitQ's extension, Gao et al. 2024).
@@ -77,8 +76,6 @@ def stored_scalar(z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, scal
         norm = norm / point.norm(dim=-1)
     elif scalar == "unbiased":
         norm = norm * z.square().sum(-1) / (z * point).sum(-1).clamp_min(1e-12)
-    elif scalar == "least_squares":
-        norm = norm * (z * point).sum(-1) / point.square().sum(-1)
     return norm.clamp(max=SCALE_MAX).to(torch.float16)
 
 

@@ -159,10 +159,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         y = self._to_code_space(x, self.statistics)
         encode = getattr(self.native, "quantize_tree", polar_tree.encode)
         planes, energy, cross = encode(y, self.tree, self.books)
-        if self.scalar == "unbiased":
-            radii = energy / cross.clamp_min(1e-30)
-        else:
-            radii = cross if self.scalar == "least_squares" else energy.sqrt()
+        radii = energy / cross.clamp_min(1e-30) if self.scalar == "unbiased" else energy.sqrt()
         return (*planes, self._store_radii(radii))
 
     def _radius_range(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,8 +39,8 @@ class TurboQuantOptions(MethodOptions):
     Attributes:
         bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one more bit.
         estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one bit on a sketch of the residual.
-        scalar: number stored per token: `norm` (the paper's), `match`, `unbiased` or `least_squares`; by default
-            `match` for keys and `unbiased` for values.
+        scalar: number stored per token: `norm` (the paper's), `match` (default for keys) or `unbiased` (default for
+            values).
         shared_rotation: use one rotation for all layers.
         codebook: `trellis` (default except for `prod`) loses a fifth to a third less than the paper's `lloyd_max` at 1
             to 3 bits, but encodes and decodes more slowly; more bits use Lloyd-Max levels with it. `uniform`: evenly

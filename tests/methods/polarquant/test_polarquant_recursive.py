@@ -41,7 +41,7 @@ ENCODERS = [
     polar(),
     polar(bits=(4, 2), codebook="online"),
     polar(**PAPER),
-    polar(levels=4, bits=(6, 5, 3, 1), scalar="least_squares"),
+    polar(levels=4, bits=(6, 5, 3, 1), scalar="norm"),
     polar(levels=2, bits=(3,), radius_bits=16, precondition=False),
 ]
 

@@ -181,19 +181,15 @@ def test_inner_product_error(kind: tuple[str, str], bits: int) -> None:
 
 
 def test_scalars() -> None:
-    """`match` keeps lengths, `unbiased` keeps the part along x, `least_squares` has the least error of the four."""
+    """`match` keeps lengths, `unbiased` keeps the part along x, and the plain norm shrinks both."""
     x = torch.randn(1, 1, 500, 64, generator=torch.Generator().manual_seed(3)) * 5
     decoded = {
         scalar: roundtrip(make_codec("turboquant", 64, bits=2, codebook="lloyd_max", scalar=scalar, center="off"), x)
-        for scalar in ("norm", "match", "unbiased", "least_squares")
+        for scalar in ("norm", "match", "unbiased")
     }
     length = x.norm(dim=-1)
     torch.testing.assert_close(decoded["match"].norm(dim=-1), length, rtol=1e-3, atol=0)
     torch.testing.assert_close((decoded["unbiased"] * x).sum(-1), length.square(), rtol=1e-3, atol=0)
-    error = {scalar: (y - x).square().sum(-1) for scalar, y in decoded.items()}
-    for other in ("norm", "match", "unbiased"):
-        assert (error["least_squares"] <= error[other] * 1.001).all()
-        assert error["least_squares"].mean() < error[other].mean()
     shrunk = (decoded["norm"].norm(dim=-1) / length).mean().item()
     assert shrunk == pytest.approx((1 - GAUSSIAN_MSE[2]) ** 0.5, rel=0.01), "the plain norm shrinks"
 
@@ -203,7 +199,7 @@ def test_zero_and_huge_vectors() -> None:
     x = torch.zeros(1, 1, 3, 64)
     x[0, 0, 1] = 1e-9
     x[0, 0, 2] = 3e4
-    for options in ({}, {"bits": 3.5}, {"estimator": "prod"}, {"scalar": "unbiased"}, {"scalar": "least_squares"}):
+    for options in ({}, {"bits": 3.5}, {"estimator": "prod"}, {"scalar": "unbiased"}):
         decoded = roundtrip(make_codec("turboquant", 64, center="off", **options), x)
         assert decoded.isfinite().all(), options
         assert torch.equal(decoded[0, 0, 0], torch.zeros(64)), options

@@ -58,7 +58,7 @@ def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("turboquant", {"bits": 4}),
     ("turboquant", {"bits": 3, "codebook": "uniform"}),
-    ("turboquant", {"bits": 2.5, "codebook": "lloyd_max", "scalar": "least_squares"}),
+    ("turboquant", {"bits": 2.5, "codebook": "lloyd_max", "scalar": "norm"}),
     ("turboquant", {"bits": 3.5, "codebook": "lloyd_max", "outlier_fraction": 0.25}),
     ("turboquant", {"bits": 3, "estimator": "prod"}),
     ("turboquant", {"bits": 2}),

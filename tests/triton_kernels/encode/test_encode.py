@@ -30,7 +30,7 @@ KINDS = get_args(Scalar)
     ("head_dim", "bits", "kind", "order"),
     [
         (16, 1, "norm", "lloyd_max"), (24, 3, "unbiased", "uniform"), (48, 2, "match", "uniform"),
-        (64, 4, "least_squares", "lloyd_max"), (64, 4, "unbiased", "uniform"), (80, 5, "match", "lloyd_max"),
+        (64, 4, "match", "lloyd_max"), (64, 4, "unbiased", "uniform"), (80, 5, "match", "lloyd_max"),
         (128, 6, "unbiased", "lloyd_max"), (256, 4, "norm", "uniform"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from kvcache_compress.triton_kernels.encode import launch as encode
 HEADS, PROMPT = 2, 90
 Options = dict[str, Any]
 TURBOQUANT: Options = {"method": "turboquant", "bits": 4}
-FRACTIONAL: Options = {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"}
+FRACTIONAL: Options = {"method": "turboquant", "bits": 2.5, "scalar": "unbiased"}
 TRELLIS: Options = {"method": "turboquant", "bits": 2, "codebook": "trellis"}
 TRELLISES: Options = {"method": "turboquant", "bits": 1.5, "codebook": "trellis"}
 GROUPS: Options = {"method": "kivi", "bits": 3, "group_size": 64}
