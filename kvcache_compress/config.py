@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
-import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcache_compress.backends.choice import BACKENDS
@@ -347,9 +346,6 @@ class CompressionConfig(StrictOptions):
             rule.model_copy(update={"keys": filled(rule.keys), "values": filled(rule.values)}) for rule in self.layers
         ]
         return self.model_copy(update={"keys": filled(self.keys), "values": filled(self.values), "layers": rules})
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
 
 
 def preset_names() -> list[str]:
