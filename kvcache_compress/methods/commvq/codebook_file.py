@@ -108,10 +108,3 @@ def read_codebooks(path: str | None) -> Codebooks:
     if path is None:
         raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {ADVICE}")
     return Codebooks.open(path, f"codebooks={quoted(path)} for commvq", KIND, VERSION, ADVICE)
-
-
-def check_model(file: Codebooks, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False) -> None:
-    """Raise `ValueError` if the file was made for another model, or lacks this layer."""
-    file.check_model(model_facts(config), rope=side == "keys", any_model=any_model)
-    if not any(name.startswith(f"{side}.{layer}.") for name in file.shapes):
-        raise file.refusal(f"it holds no {side} of layer {layer}")

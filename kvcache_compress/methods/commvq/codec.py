@@ -20,10 +20,11 @@ from kvcache_compress.codecs.layout import Field, check_head_dim
 from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar, stored_scalar
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
+from kvcache_compress.modeling.facts import model_facts
 
 from . import additive
 from .bit_encoder import BitEncoder
-from .codebook_file import CENTRES, check_model, code_bits, group_count, read_codebooks, rounds_for
+from .codebook_file import CENTRES, code_bits, group_count, read_codebooks, rounds_for
 from .residual import ResidualBooks
 
 if TYPE_CHECKING:
@@ -93,7 +94,10 @@ class CommVQCodec(Codec):
 
     @classmethod
     def check_model(cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
-        check_model(read_codebooks(options.codebooks), side, config, layer, options.any_model)
+        file = read_codebooks(options.codebooks)
+        file.check_model(model_facts(config), rope=side == "keys", any_model=options.any_model)
+        if not any(name.startswith(f"{side}.{layer}.") for name in file.shapes):
+            raise file.refusal(f"it holds no {side} of layer {layer}")
 
     @classmethod
     def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:

@@ -33,13 +33,13 @@ from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.files.model_file import ModelFile
 from kvcache_compress.methods.registry import register_method
-from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.modeling.facts import head_shape, model_facts
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 
 from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import Prior, prompt_statistics
-from .statistics_file import check_model, load_layer, read_statistics
+from .statistics_file import PARTS, read_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -197,7 +197,9 @@ class SpectralCodec(LinearCodec):
                 f"spectral for keys: {config.model_type} has rotary position embeddings of an unknown kind"
             )
         if file is not None:
-            check_model(file, config, layer, options.any_model)
+            file.check_model(model_facts(config), any_model=options.any_model)
+            if missing := [part for part in PARTS if f"keys.{layer}.{part}" not in file.shapes]:
+                raise file.refusal(f"it holds no keys of layer {layer} ({missing[0]})")
 
     @classmethod
     def constant_size(cls, options: SpectralOptions, side: Side, head_dim: int, heads: int) -> int:
@@ -305,7 +307,9 @@ def _coded(tensors: Mapping[str, torch.Tensor]) -> Statistics:
 @lru_cache(maxsize=256)
 def _of_file(file: ModelFile, layer: int, device: torch.device, start: int, stop: int) -> Statistics:
     """Tensors of some heads of a layer, shared by all caches that use the file."""
-    return _coded({part: x[start:stop] for part, x in load_layer(file, layer, device).items()})
+    tensors = file.load(f"keys.{layer}.", device)
+    tensors["inverse"] = torch.linalg.inv(tensors["basis"].double()).float()
+    return _coded({part: x[start:stop] for part, x in tensors.items()})
 
 
 @lru_cache(maxsize=8)

@@ -44,16 +44,3 @@ def write_statistics(
 def read_statistics(path: str) -> ModelFile:
     """Read and check the file's header."""
     return ModelFile.open(path, f"statistics={quoted(path)} for spectral", KIND, VERSION, ADVICE)
-
-
-def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model: bool) -> None:
-    """Raise `ValueError` if the file was made for another model or lacks this layer."""
-    file.check_model(model_facts(config), any_model=any_model)
-    if missing := [part for part in PARTS if f"keys.{layer}.{part}" not in file.shapes]:
-        raise file.refusal(f"it holds no keys of layer {layer} ({missing[0]})")
-
-
-def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A layer's tensors, named without the prefix `keys.{layer}.`, and the `inverse` of its basis."""
-    tensors = file.load(f"keys.{layer}.", device)
-    return tensors | {"inverse": torch.linalg.inv(tensors["basis"].double()).float()}
