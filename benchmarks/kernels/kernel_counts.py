@@ -13,10 +13,8 @@ The worst places are lines of Triton whose accesses need more global-memory sect
 than necessary. They are printed, and stored in the results file.
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +29,7 @@ from kvcache_compress.bench.layers import encoded_side, middle_layer, named_conf
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.provenance.results import write_json
 from kvcache_compress.eval.reporting.report import markdown_table
 from kvcache_compress.methods.commvq.codec import CommVQCodec
 from kvcache_compress.methods.commvq.residual import ResidualBooks
@@ -163,16 +161,6 @@ def load() -> Table:
     return table
 
 
-def save(table: Table) -> None:
-    content = {
-        "command": "python benchmarks/kernels/kernel_counts.py",
-        "hardware": f"none: compiled for {TARGET} and emulated",
-        "versions": {"python": platform.python_version(), "triton": importlib.metadata.version("triton")},
-        "kernels": table,
-    }
-    write_atomically(RESULTS, json.dumps(content, indent=1) + "\n")
-
-
 def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Which to measure, of {', '.join(PRESETS)}.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Measure nothing; print the committed counts.")] = False,
@@ -191,7 +179,9 @@ def main(
         for kernel, counts in measured[name].items():
             print(f"{name}, {kernel}", *counts["worst"], sep="\n  ", flush=True)
     print(markdown(measured))
-    save({name: measured[name] for name in PRESETS})
+    kernels = {name: measured[name] for name in PRESETS}
+    about = {"hardware": f"none: compiled for {TARGET} and emulated", "kernels": kernels}
+    write_json(RESULTS, about, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from kvcache_compress.validation import require
 from .caches import CacheSpec, Measured
 
 GROUP_SIZE = 64
+"""Numbers that share a 16-bit scale and a 16-bit zero point."""
 RESIDUAL_LENGTH = 128
 
 
@@ -35,9 +36,7 @@ def fp8_cache() -> CacheSpec:
     return CacheSpec("fp8", lambda model: QuantizedCache("fp8", model.config), _measure_quantized, False, description)
 
 
-def grouped_cache(
-    backend: str, bits: int, *, group_size: int = GROUP_SIZE, residual_length: int = RESIDUAL_LENGTH
-) -> CacheSpec:
+def grouped_cache(backend: str, bits: int, *, residual_length: int = RESIDUAL_LENGTH) -> CacheSpec:
     """Spec of `QuantizedCache` with hqq or optimum-quanto: groups of consecutive numbers of a token.
 
     At its first use on a machine quanto compiles an extension, which takes about 40 s and a C++ compiler.
@@ -45,7 +44,6 @@ def grouped_cache(
     Args:
         backend: `hqq` or `quanto`.
         bits: 1, 2, 3, 4 or 8 for hqq; 2 or 4 for quanto.
-        group_size: numbers that share a 16-bit scale and a 16-bit zero point.
         residual_length: tokens after which the dense residual is quantized.
 
     Raises:
@@ -53,7 +51,7 @@ def grouped_cache(
     """
     module, axis = {"hqq": ("hqq", 1), "quanto": ("optimum.quanto", 0)}[backend]
     require(module, f"caches of {backend}", module, "peers")
-    options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": group_size}
+    options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": GROUP_SIZE}
     options["residual_length"] = residual_length
 
     def make(model: PreTrainedModel) -> Cache:

@@ -31,9 +31,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, fields: dict[str, Any], device: torch.device) -> None:
-    """Write a result with its circumstances. Lists of numbers take one line each."""
+    """Write a result with its circumstances."""
     text = json.dumps(circumstances(device) | fields, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, re.sub(r"\[[-+\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
+    write_atomically(path, f"{text}\n")
 
 
 def command_line() -> str:
