@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, stdev
 
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
 from kvcache_compress.config import preset_names
 from kvcache_compress.eval.reporting.report import markdown_table
-from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, tables
+from kvcache_compress.eval.reporting.tables import MISSING, Row, Table, bits_text, tables
 from kvcache_compress.eval.runner.table import Cell, read_cells
+from kvcache_compress.eval.tasks.perplexity import PART
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LEADING = "wikitext"
@@ -20,10 +21,6 @@ BASE = "best-3bit"
 
 def table_of(name: str) -> Table:
     return tables(read_cells(RESULTS / f"{name}.jsonl"))[0]
-
-
-def source(name: str) -> str:
-    return f"[{name}.jsonl](../benchmarks/results/{name}.jsonl), which holds the commands"
 
 
 def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
@@ -43,33 +40,48 @@ def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
     return {row.cache: row.cells[benchmark] for row in table.rows if benchmark in row.cells}
 
 
+Columns = dict[str, Callable[[Row], str]]
+"""What the columns of a table say of a cache, by their heads."""
+BITS: Columns = {"bits": lambda row: bits_text(row.packed_bits)}
+
+
+def scores_of(benchmark: str, text: Callable[[dict[str, float]], str]) -> Callable[[Row], str]:
+    """A column with a figure of a benchmark."""
+    return lambda row: figure(row.cells.get(benchmark), text)
+
+
+def described(rows: Iterable[Row], columns: Columns, name: str, note: str) -> str:
+    """A table with a line for each cache, and what it was measured on."""
+    lines = ([row.cache, *(text(row) for text in columns.values())] for row in rows)
+    source = f"[{name}.jsonl](../benchmarks/results/{name}.jsonl)"
+    return f"{markdown_table(['cache', *columns], lines)}\n\n{note}; from {source}, which holds the commands."
+
+
 def perplexity(table: Table) -> str:
-    """Table of all presets on one text, and the source of the figures."""
-    cells = cells_of(table, LEADING)
-    lines = [[name, bits_text(cell.packed_bits), mean_kl(cell.scores)] for name, cell in cells.items()]
-    cell = cells["full"]
+    """Table of all presets on one text."""
+    cell = table.rows[0].cells[LEADING]
     options = cell.benchmark["options"]
-    return (
-        f"{markdown_table(['cache', 'bits', 'KL'], lines)}\n\n{table.model}, {options['texts'][0]}, "
-        f"{cell.samples} windows of {options['prefix']} + {options['scored']} tokens, {options['step']} per pass, "
-        f"{cell.date[:10]}; from {source('smollm2')}."
+    note = (
+        f"{table.model}, {options['texts'][0]}, {cell.samples} windows of {options['prefix']} + {options['scored']} "
+        f"tokens, {options['step']} per pass, {cell.date[:10]}"
     )
+    return described(table.rows, BITS | {"KL": scores_of(LEADING, mean_kl)}, "smollm2", note)
 
 
 def keys(table: Table) -> str:
     """Table of log-probabilities of the right answers, and their mean differences from the full cache's."""
-    full = table.rows[0].cells
 
-    def answers(cell: Cell | None, base: Cell) -> str:
-        text = figure(cell, lambda scores: f"{scores['logprob']:.3f}")
-        missing = cell is None or cell is base or cell.error is not None
-        return text if missing else f"{text} ({difference(cell, base, 'logprob', 3)})"
+    def answers(name: str, base: Cell) -> Callable[[Row], str]:
+        def text(row: Row) -> str:
+            cell = row.cells.get(name)
+            found = figure(cell, lambda scores: f"{scores['logprob']:.3f}")
+            missing = cell is None or cell is base or cell.error is not None
+            return found if missing else f"{found} ({difference(cell, base, 'logprob', 3)})"
 
-    lines = [
-        [row.cache, bits_text(row.packed_bits), *(answers(row.cells.get(name), base) for name, base in full.items())]
-        for row in table.rows
-    ]
-    return f"{markdown_table(['cache', 'bits', *full], lines)}\n\n{table.model}; from {source('tasks')}."
+        return text
+
+    columns = {name: answers(name, base) for name, base in table.rows[0].cells.items()}
+    return described(table.rows, BITS | columns, "tasks", table.model)
 
 
 def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
@@ -82,39 +94,34 @@ def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
 
 def held_out(table: Table) -> str:
     """Table of losses after prompts of two lengths, and the differences from `BASE` on the same windows."""
-    names = "1k", "8k"
-    base, full = cells_of(table, names[0])[BASE], table.rows[0].cells
-    lines = []
-    for row in table.rows[1:]:
-        figures = [figure(row.cells.get(name), mean_kl) for name in names]
-        figures += [figure(row.cells.get(name), tail_kl) for name in names]
-        figures.append(difference(row.cells[names[0]], base, "kl", 4) if row.cache != BASE else MISSING)
-        lines.append([row.cache, bits_text(row.packed_bits), *figures])
-    heads = [*(f"KL, {name}" for name in names), *(f"99.9 %, {name}" for name in names)]
-    heads.append(f"KL minus that of `{BASE}`, {names[0]}")
+    names, full = ("1k", "8k"), table.rows[0].cells
+    base = cells_of(table, "1k")[BASE]
+    columns = BITS | {f"KL, {name}": scores_of(name, mean_kl) for name in names}
+    columns |= {f"99.9 %, {name}": scores_of(name, tail_kl) for name in names}
+    columns[f"KL minus that of `{BASE}`, 1k"] = lambda row: (
+        MISSING if row.cache == BASE else difference(row.cells["1k"], base, "kl", 4)
+    )
     windows = []
     for name in names:
         options = full[name].benchmark["options"]
         windows.append(f"{name} {full[name].samples} windows of {options['prefix']:,} + {options['scored']} tokens")
-    return (
-        f"{markdown_table(['cache', 'bits', *heads], lines)}\n\n{table.model}; {', '.join(windows)}, of "
-        f"{len(options['texts'])} texts alike; from {source('held-out')}."
-    )
+    note = f"{table.model}; {', '.join(windows)}, of {len(options['texts'])} texts alike"
+    return described(table.rows[1:], columns, "held-out", note)
 
 
 def writing(table: Table) -> str:
     """Table of how long caches write the same as the full one."""
-    lines = []
-    for name, cell in cells_of(table, "writing").items():
-        if cell.error is not None:
-            continue
-        scores = cell.scores
-        quartiles = f"{scores['same_25']:.0f} to {scores['same_75']:.0f}"
-        lines.append([name, f"{scores['same']:.0f}", quartiles, f"{scores['all']:.0%}", f"{scores['logprob']:.3f}"])
+    rows = [row for row in table.rows if "writing" in row.cells and row.cells["writing"].error is None]
+    cell = rows[0].cells["writing"]
     options = cell.benchmark["options"]
-    heads = ["cache", "same tokens, median", "quartiles", f"all {options['scored']} the same", "log-probability"]
-    prompts = f"{cell.samples} prompts of {options['prefix']} tokens"
-    return f"{markdown_table(heads, lines)}\n\n{prompts}; from {source('held-out')}."
+    texts: dict[str, Callable[[dict[str, float]], str]] = {
+        "same tokens, median": lambda scores: f"{scores['same']:.0f}",
+        "quartiles": lambda scores: f"{scores['same_25']:.0f} to {scores['same_75']:.0f}",
+        f"all {options['scored']} the same": lambda scores: f"{scores['all']:.0%}",
+        "log-probability": lambda scores: f"{scores['logprob']:.3f}",
+    }
+    columns = {head: scores_of("writing", text) for head, text in texts.items()}
+    return described(rows, columns, "held-out", f"{cell.samples} prompts of {options['prefix']} tokens")
 
 
 def peers() -> str:
@@ -135,29 +142,25 @@ def turns(table: Table) -> str:
     def loss(case: str) -> Callable[[dict[str, float]], str]:
         return lambda scores: f"{scores[f'kl.{case}']:.4f}"
 
-    full, *cells = cells_of(table, "turns").items()
-    cases = full[1].benchmark["options"]["cases"]
-    lines = [
-        [name, bits_text(cell.all_bits), figure(cell, mean_kl), *(figure(cell, loss(case)) for case in cases)]
-        for name, cell in cells
-    ]
-    heads = ["cache", "bits, whole cache", "KL", *cases]
-    return f"{markdown_table(heads, lines)}\n\n{table.model}; from {source('turns')}."
+    columns: Columns = {"bits, whole cache": lambda row: bits_text(row.all_bits), "KL": scores_of("turns", mean_kl)}
+    cases = table.rows[0].cells["turns"].benchmark["options"]["cases"]
+    columns |= {case: scores_of("turns", loss(case)) for case in cases}
+    return described(table.rows[1:], columns, "turns", table.model)
 
 
 def long_answers(table: Table) -> str:
     """Table of losses along long answers."""
-    lines = []
-    for name, cell in [*cells_of(table, "long").items()][1:]:
-        parts = map(fmean, zip(*(record["kl_parts"] for record in cell.records), strict=True))
-        lines.append([name, bits_text(cell.packed_bits), mean_kl(cell.scores), *(f"{part:.4f}" for part in parts)])
+
+    def part(number: int) -> Callable[[Row], str]:
+        return lambda row: f"{fmean(record['kl_parts'][number] for record in row.cells['long'].records):.4f}"
+
+    cell = table.rows[0].cells["long"]
     options = cell.benchmark["options"]
-    each = options["scored"] // len(cell.records[0]["kl_parts"])
-    heads = [f"to {each * (number + 1):,}" for number in range(len(lines[0]) - 3)]
-    return (
-        f"{markdown_table(['cache', 'bits', 'KL', *heads], lines)}\n\n{table.model}, {cell.samples} windows of "
-        f"{options['prefix']} + {options['scored']:,} tokens; from {source('long')}."
-    )
+    ends = range(PART, options["scored"] + 1, PART)
+    columns = BITS | {"KL": scores_of("long", mean_kl)}
+    columns |= {f"to {end:,}": part(number) for number, end in enumerate(ends)}
+    note = f"{table.model}, {cell.samples} windows of {options['prefix']} + {options['scored']:,} tokens"
+    return described(table.rows[1:], columns, "long", note)
 
 
 def losses(budgets: Table) -> dict[str, dict[str, float]]:
