@@ -33,7 +33,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_compress.eval.caches.caches import full_cache
 from kvcache_compress.eval.caches.peers import stored_bytes
-from kvcache_compress.eval.caches.prefill import STEP_TOKENS, Prefill, fused_attention, prefill
+from kvcache_compress.eval.caches.prefill import Prefill, fused_attention, prefill
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.provenance.results import circumstances, error_message, write_atomically
 from kvcache_compress.eval.tasks.perplexity import Perplexity, score_window, window_scores
@@ -68,21 +68,12 @@ def plain(path: str, **fixed: Any) -> Callable[..., Any]:
     return lambda model, prompt, **setting: fitted(found(path)(**fixed, **setting), prompt)
 
 
-def kvquant(model: PreTrainedModel, prompt: Any, bits: int) -> Any:
-    cache = found("kvquant.compact_cache.CompactKVCache")(LAYERS, bits, gqa_factor=3)
-    cache.calibrate_from([(layer.keys, layer.values) for layer in prompt.layers])
-    cache.get_query_offset = cache.get_seq_length
-    return fitted(cache.attach_to(model), prompt)
-
-
 # fmt: off
 PEERS: dict[str, tuple[str, str | None, Callable[..., Any], list[dict[str, Any]]]] = {
     "turboquant==0.2.0": (DECODED, UPDATE, plain("turboquant.TurboQuantCache"), [{"bits": 4}, {"bits": 2}]),
     "tiny-turboquant==0.18.0": (DECODED, UPDATE, plain("tiny_turboquant.TinyKVCache"),
         [{"compression": "balanced"}, {"compression": "aggressive"}]),
-    "kvquant-plus-plus==0.1.17": (DECODED, UPDATE, kvquant, [{"bits": 3}, {"bits": 2}]),
-    "turboquant-pro==1.9.1": (DECODED, METHOD, plain("turboquant_pro.TurboQuantCache"),
-        [{"hot_window": 512}, {"hot_window": 64, "value_bits": 2}]),
+    "turboquant-pro==1.9.1": (DECODED, METHOD, plain("turboquant_pro.TurboQuantCache"), [{"hot_window": 512}]),
     "nexusquant-kv==0.6.3": (DENSE, None, lambda model, prompt, **bits: found("nexusquant.compress_kv_cache")(
         prompt, "quant_only", rope_base=model.config.rope_parameters["rope_theta"], **bits),
         [{"key_bits": 3, "value_bits": 2}, {"key_bits": 2, "value_bits": 2}]),
@@ -140,8 +131,6 @@ def main(
     task = Perplexity(texts=tuple(sorted(texts.glob("*.txt"))), prefix=PROMPT, scored=SCORED, windows=3, limit=windows)
     samples = task.samples(model, tokenizer)
     prompts = [(prefill(model, each.prompt), torch.tensor(each.data["continuation"])) for each in samples]
-    for prompt, continuation in prompts:
-        prompt.full_logits(continuation, STEP_TOKENS)  # before a package replaces attention
 
     def filled(prompt: Prefill, **setting: Any) -> Any:
         if make:
@@ -155,7 +144,6 @@ def main(
         for setting in settings:
             row = {"package": name, "version": version, "setting": setting, "adapted": adapted}
             row["attends"] = attends or OURS[setting["name"]]
-            model.set_attn_implementation("sdpa")  # kvquant replaces it
             try:
                 with nullcontext() if make else fused_attention(model):
                     row |= measure(model, prompts, partial(filled, **setting))
