@@ -1,14 +1,12 @@
 """Download the public data of the committed comparisons; files that are there already stay as they are.
 
     python benchmarks/studies/fetch_data.py
-    python benchmarks/studies/fetch_data.py --from FOLDER    # take what this folder has from there
 
 `benchmarks/README.md` lists the commands that make texts and codebooks from the data.
 """
 
 import hashlib
 import json
-import shutil
 import urllib.request
 from pathlib import Path
 from typing import Annotated
@@ -51,25 +49,18 @@ DIGESTS = Path(__file__).with_name("data.sha256")
 """The files that the committed results were measured on."""
 
 
-def main(
-    folders: Annotated[list[Path], typer.Option("--from", help="Folder with the files of `data/`. Repeatable.")] = [],  # noqa: B006
-    output: Annotated[Path, typer.Option(help="Folder to fill.")] = ROOT,
-) -> None:
+def main(output: Annotated[Path, typer.Option(help="Folder to fill.")] = ROOT) -> None:
     down: dict[object, Exception] = {}  # hosts that did not answer are not asked again
     files = [line.split() for line in DIGESTS.read_text(encoding="utf-8").splitlines()]
     for digest, name in files:
         target, download = output / name, DOWNLOADS.get(Path(name).parent.name)
-        source = next((path for folder in folders if (path := folder / name.removeprefix("data/")).is_file()), None)
-        if not target.is_file() and source is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-        elif not target.is_file() and download is not None and download not in down:
+        if not target.is_file() and download is not None and download not in down:
             try:
                 write_atomically(target, download(name))
             except Exception as error:
                 down[download] = error
         if not target.is_file():
-            print(f"missing  {name}: {down.get(download, 'no host has it')}; give a folder that has it, with --from")
+            print(f"missing  {name}: {down.get(download, 'no host has it')}")
         elif hashlib.sha256(target.read_bytes()).hexdigest() != digest:
             print(f"other    {name}: not the version of the committed results")
         else:
