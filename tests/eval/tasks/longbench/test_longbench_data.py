@@ -102,7 +102,7 @@ def test_original_dataset_of_the_hub_is_read_from_its_archive(tmp_path: Path, hu
     hub.folder = tmp_path
     (row,) = load_rows(None, "v1", ["qasper"])
     assert row.answers == ("red", "dark red")
-    with pytest.raises(ValueError, match=r"no musique that could be read: no data/musique.jsonl in its data.zip"):
+    with pytest.raises(ValueError, match=r"no musique that could be read: .*no item named 'data/musique.jsonl'"):
         load_rows(None, "v1", ["musique"])
 
 
