@@ -88,7 +88,7 @@ def tune_config(
     found = measure(Runner(loaded, tokenizer, record, on_progress=on_progress), layers, measured, config, choices)
     tuned = tune(found, config, choices, budget)
     configs = {"tuned": tuned.config}
-    for rival, _ in tuned.rivals:
+    for rival in tuned.rivals:
         sides = {side: getattr(rival, side) for side in SIDES}
         name = ", ".join(f"{side} {chosen.method} {chosen.options().bits:g}" for side, chosen in sides.items())
         packed = prefix - rival.sink_tokens - rival.recent_tokens

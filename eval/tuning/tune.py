@@ -61,11 +61,10 @@ class Budget:
 
 
 class Tuned(NamedTuple):
-    """The best config by layer and side, its expected KL, and the best configs with equal layers with theirs."""
+    """The best config by layer and side, and the best configs with equal layers."""
 
     config: CompressionConfig
-    expected: float
-    rivals: list[tuple[CompressionConfig, float]]
+    rivals: list[CompressionConfig]
 
 
 def tune(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: Budget) -> Tuned:
@@ -92,7 +91,7 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: 
             f"budget: even the fewest bits exceed it by {missing:.2f} bits per number ({dense} tokens of each "
             "sequence stay dense); raise the budget, or allow fewer bits with --level"
         )
-    return Tuned(*best, rivals)
+    return Tuned(best, rivals)
 
 
 def _best(
@@ -102,8 +101,8 @@ def _best(
     costs: dict[Side, list[float]],
     budget: Budget,
     spare: float,
-) -> tuple[CompressionConfig, float] | None:
-    """The config of least expected KL, and that KL; None if nothing fits. `spare` is what the fewest bits leave."""
+) -> CompressionConfig | None:
+    """The config of least expected KL; None if nothing fits. `spare` is what the fewest bits leave."""
     units = list(found.alone)
     losses = [[found.loss(layer, side, n) for n in range(len(choices[side]))] for layer, side in units]
     steps = [[math.ceil(cost * STEPS - 1e-9) for cost in costs[side]] for _, side in units]
@@ -119,21 +118,18 @@ def _best(
         # The estimate numbers full-attention layers alone, wherever the model has them.
         spare = budget.spare(with_choices(base, dict(enumerate(chosen.values()))))
         if spare >= -1e-6:
-            loss = sum(of_unit[number] for of_unit, number in zip(losses, numbers, strict=True))
-            return with_choices(base, chosen), loss
+            return with_choices(base, chosen)
         # The allocation chose tables, cos or sin that the allowance did not count.
         allowed = sum(of_unit[number] for of_unit, number in zip(steps, numbers, strict=True)) / STEPS + spare
     return None
 
 
-def _rivals(
-    found: Sensitivity, base: CompressionConfig, choices: Choices, budget: Budget
-) -> list[tuple[CompressionConfig, float]]:
-    """Configs with the same choices in all layers and their expected KL, the best first."""
-    rivals = []
+def _rivals(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: Budget) -> list[CompressionConfig]:
+    """Configs with the same choices in all layers, the best first."""
+    fitting = []
     for numbers in itertools.product(*(range(len(choices[side])) for side in SIDES)):
         pair = dict(zip(SIDES, numbers, strict=True))
         config = base.model_copy(update={side: choices[side][number] for side, number in pair.items()})
         if budget.spare(config) >= -1e-6:
-            rivals.append((config, sum(found.loss(layer, side, pair[side]) for layer, side in found.alone)))
-    return sorted(rivals, key=lambda rival: rival[1])[:RIVALS]
+            fitting.append((sum(found.loss(layer, side, pair[side]) for layer, side in found.alone), config))
+    return [config for _, config in sorted(fitting, key=lambda each: each[0])[:RIVALS]]
