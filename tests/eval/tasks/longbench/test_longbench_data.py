@@ -217,10 +217,6 @@ def test_the_best_of_all_answers_counts() -> None:
     assert first_line("\n\nfirst\nsecond") == "first"
     with pytest.raises(ValueError, match="answer='twelve': must contain Paragraph N"):
         METRICS["retrieval"]("12", "twelve")
-    with pytest.raises(ValueError, match="metric='f1'"):
-        best_score("f1", "red", ["red"])
-    with pytest.raises(ValueError, match=r"answers=\[\]"):
-        best_score("qa_f1", "red", [])
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
