@@ -28,17 +28,8 @@ MEANS = 2
 def with_outlier_channels(
     model: PreTrainedModel, factor: float = 16.0, pairs: Sequence[int] = PAIRS
 ) -> PreTrainedModel:
-    """Multiply RoPE pairs of keys by `factor` and divide those of queries by it, in place.
-
-    Raises:
-        ValueError: The model normalizes keys or queries, which would undo the change, or has no such pair.
-    """
-    attention = model.model.layers[0].self_attn
-    dim = attention.head_dim
-    if hasattr(attention, "k_norm") or hasattr(attention, "q_norm"):
-        raise ValueError(f"{model.config.model_type} normalizes keys; use a model of Llama's architecture")
-    if wrong := [pair for pair in pairs if not 0 <= pair < dim // 2]:
-        raise ValueError(f"pair={wrong[0]}: must be between 0 and {dim // 2 - 1}")
+    """Multiply RoPE pairs of keys by `factor` and divide those of queries by it, in place."""
+    dim = model.model.layers[0].self_attn.head_dim
     scale = torch.ones(dim)
     for pair in pairs:
         scale[[pair, pair + dim // 2]] = factor
