@@ -25,20 +25,17 @@ def calibrate(
         str | None, typer.Option(help="commvq: how values are coded: residual (default), or encoder as in the paper.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="commvq: less text and fewer steps.")] = False,
-    group: Annotated[int | None, typer.Option(help="spectral: tokens per group: 32, 64 (default) or 128.")] = None,
     device: Annotated[str | None, typer.Option(help="Device; by default the GPU if there is one.")] = None,
 ) -> None:
     """Calibrate a method on your model and write the result to a file: CommVQ's codebooks, or spectral's statistics."""
-    commvq = {"bits": bits, "values": values, "quick": quick or None}
-    own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
+    options = {"tokens": tokens, "bits": bits, "values": values, "quick": quick or None}
     started = time.perf_counter()
     with errors_as_lines():
-        if method not in own:
-            raise ValueError(f"method={method!r}: must be {' or '.join(own)}; other methods need no calibration")
-        for name, value in (own["spectral"] if method == "commvq" else own["commvq"]).items():
-            if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')}: not an option of method {method!r}")
-        chosen = {name: value for name, value in ({"tokens": tokens} | own[method]).items() if value is not None}
+        if method not in ("commvq", "spectral"):
+            raise ValueError(f"method={method!r}: must be commvq or spectral; other methods need no calibration")
+        chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if method == "spectral" and (others := chosen.keys() - {"tokens"}):
+            raise ValueError(f"--{min(others)}: not an option of method {method!r}")
         with importing():
             import torch
 

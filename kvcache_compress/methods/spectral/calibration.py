@@ -16,7 +16,7 @@ from kvcache_compress.modeling.rope import Rope, RopeLayout, rope_layout, rotary
 
 from .codec import GROUP
 from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window, unit_rotations
-from .statistics_file import GROUPS, PARTS, write_statistics
+from .statistics_file import PARTS, write_statistics
 from .transform import spectral_basis
 
 
@@ -27,17 +27,13 @@ class SpectralSettings:
     Attributes:
         tokens: calibration tokens, in windows of `context`.
         context: tokens per window.
-        group: tokens per anchor; keys are packed in groups of this size.
     """
 
     tokens: int = 20_480
     context: int = 2048
-    group: int = GROUP
 
     def __post_init__(self) -> None:
-        least = SINKS + RECENT + 2 * self.group
-        if self.group not in GROUPS:
-            raise ValueError(f"group={self.group} for spectral must be one of {', '.join(map(str, GROUPS))}")
+        least = SINKS + RECENT + 2 * GROUP
         if self.context < least:
             raise ValueError(f"context={self.context} for spectral must be at least {least}")
         if self.tokens < 2 * self.context:
@@ -82,7 +78,7 @@ def calibrate_spectral(
             f"keys.{layer}.{name}": x for name, x in zip(PARTS, (basis, deviation, *tables[layer]), strict=True)
         }
     data = {"text": list(text), "tokens": windows.numel(), "context": settings.context, "sha256": digest}
-    write_statistics(str(output), config, tensors, settings.group, data)
+    write_statistics(str(output), config, tensors, GROUP, data)
     return gains
 
 
@@ -93,13 +89,13 @@ class _Run:
         self, model: PreTrainedModel, config: PreTrainedConfig, settings: SpectralSettings, layers: Sequence[int],
         report: Report,
     ) -> None:  # fmt: skip
-        self.model, self.config, self.settings, self.report = model, config, settings, report
+        self.model, self.config, self.report = model, config, report
         self.layers = layers
         self.head_dim, self.heads, _ = head_shape(config)
         self.rope: GroupRope | None = None
         if (layout := rope_layout(config, self.head_dim)) is not None:
-            anchors = self._factors(layout, torch.arange(SINKS, settings.context, settings.group))
-            offsets = self._factors(layout, torch.arange(settings.group))
+            anchors = self._factors(layout, torch.arange(SINKS, settings.context, GROUP))
+            offsets = self._factors(layout, torch.arange(GROUP))
             self.rope = GroupRope(layout, anchors, unit_rotations(offsets))
 
     def _factors(self, layout: RopeLayout, positions: torch.Tensor) -> Rope:
@@ -129,7 +125,7 @@ class _Run:
                 sums[layer].add(self._window(query, key, options, torch.empty(0, dtype=torch.long)))
 
         self._pass("means", windows, add)
-        return {layer: x.table(self.settings.group, self.rope) for layer, x in sums.items()}
+        return {layer: x.table(GROUP, self.rope) for layer, x in sums.items()}
 
     def moments(
         self, windows: torch.Tensor, tables: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -150,7 +146,7 @@ class _Run:
         """A window's keys `[1, H, T, D]`, and its queries `[1, Hq, T, D]` at the positions `at`."""
         at = at.to(key.device)
         return Window(
-            key[0], self.settings.group, SINKS, RECENT, self.rope, query[0, :, at], at,
+            key[0], GROUP, SINKS, RECENT, self.rope, query[0, :, at], at,
             scaling=options.get("scaling") or self.head_dim**-0.5, softcap=options.get("softcap"),
             s_aux=options.get("s_aux"),
         )  # fmt: skip

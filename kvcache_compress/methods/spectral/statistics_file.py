@@ -29,8 +29,6 @@ ADVICE = (
     "Make one with `kvcache-compress calibrate --method spectral --model MODEL --text FILE --output FILE.safetensors`"
 )
 PARTS = ("basis", "deviation", "places", "means")
-GROUPS = (32, 64, 128)
-"""Allowed numbers of tokens per anchor; they divide the chunks in which tokens are encoded and decoded."""
 
 
 def write_statistics(

@@ -17,7 +17,7 @@ from kvcache_compress import CompressedCache, SpectralCache, disable_fused_atten
 from kvcache_compress.codecs.base import Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.quantizers.digits import allocate_bits
-from kvcache_compress.methods.spectral import moments, prefill
+from kvcache_compress.methods.spectral import calibration, moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
 from kvcache_compress.methods.spectral.prefill import sampled_positions
@@ -94,7 +94,8 @@ def test_moments_are_those_of_calibration(model: Any, monkeypatch: pytest.Monkey
     at = sampled_positions(tokens, tokens, SINKS + RECENT)
     monkeypatch.setattr(torch, "randint", lambda *args, **options: at)
     disable_fused_attention(model)
-    run = _Run(model, model.config, SpectralSettings(2 * tokens, tokens, GROUP), [0, 1], lambda *args: None)
+    monkeypatch.setattr(calibration, "GROUP", GROUP)
+    run = _Run(model, model.config, SpectralSettings(2 * tokens, tokens), [0, 1], lambda *args: None)
     expected = run.moments(window, run.mean_tables(window))
     enable_fused_attention(model)
     monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())

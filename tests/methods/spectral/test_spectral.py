@@ -252,7 +252,7 @@ def test_command(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*arguments, "--bits", "2"])
     assert (refused.exit_code, type(refused.exception)) == (1, SystemExit)
     assert "--bits: not an option of method 'spectral'" in refused.output
-    done = CliRunner().invoke(app, [*arguments, "--group", "32"])
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "gain of the transform" in done.output
     config = AutoConfig.from_pretrained(saved_model())
@@ -275,7 +275,7 @@ def test_all_whole_bytes_are_allowed(dim: int) -> None:
 
 def test_calibration_sees_attention_as_the_model_computes_it() -> None:
     """Soft-capped logits and sinks' logits (Gemma 2, gpt-oss) count in the statistics."""
-    run = SimpleNamespace(settings=SimpleNamespace(group=32), rope=None, head_dim=16)
+    run = SimpleNamespace(rope=None, head_dim=16)
     query, key, s_aux = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16), torch.randn(4)
     options = {"scaling": 0.5, "softcap": 50.0, "s_aux": s_aux}
     window = _Run._window(run, query, key, options, torch.tensor([40, 63]))  # type: ignore[arg-type]
@@ -313,7 +313,7 @@ def test_loses_less_than_turboquant(name: str, tmp_path: Path) -> None:
     model: Any = build(family, **changes)
     (tmp_path / "text").write_text(text(4000, seed=1))
     output = tmp_path / "statistics.safetensors"
-    settings = SpectralSettings(tokens=3200, context=400, group=32)
+    settings = SpectralSettings(tokens=3200, context=400)
     calibrate_spectral(model, Letters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
     ids = torch.tensor([Letters()(text(440, seed))["input_ids"] for seed in range(2, 10)])
     enable_fused_attention(model)
