@@ -5,7 +5,6 @@ With a sketch S of m rows (Definition 3.1), a key k is stored as `sign(S k)` and
 (section 4.2), so that they do not dominate the error of all channels.
 """
 
-from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,19 +15,16 @@ from pydantic import field_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.quantizers.scalar import Component, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
 from kvcache_compress.codecs.transforms.equalization import Equalize
-from kvcache_compress.cpu_kernels.common.operands import CPUSide, cpu_side
 from kvcache_compress.methods.registry import register_method
+from kvcache_compress.methods.turboquant.codec import ComponentCodec
 
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
 """Fewest outlier channels; with fewer, an orthogonal sketch has few distinct sign patterns."""
-WORDS_AT_ONCE = 16
-"""Words of a token that Triton unpacks at a time; 512 signs at once would spill registers."""
 
 
 class QJLOptions(MethodOptions):
@@ -76,13 +72,13 @@ def sketches(options: QJLOptions, head_dim: int) -> tuple[tuple[int, int], ...]:
 
 
 @register_method
-class QJLCodec(LinearCodec):
+class QJLCodec(ComponentCodec):
     """Keys of a layer under QJL."""
 
     name: ClassVar[str] = "qjl"
     Options: ClassVar[type[MethodOptions]] = QJLOptions
     options: QJLOptions
-    in_memory_order: ClassVar[bool] = True
+    words_at_once: ClassVar[int] = 16  # 512 signs at once would spill registers
 
     def __init__(self, options: QJLOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -159,17 +155,6 @@ class QJLCodec(LinearCodec):
         """Factor of each sketch's norm for unbiased scores."""
         return [sketch_constant(self.options.sketch, channels, rows) for rows, channels in self.sketches]
 
-    def parts(self, fields: Fields) -> Iterator[Part]:
-        for index, component in enumerate(self.components):
-            signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, component.table)
-            yield Part(component.rows, signs, fields[2 * index + 1].float())
-
-    @cached_property
-    def kernel_side(self) -> Any:
-        from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
-
-        return turboquant_side("keys", self.components, self.ready_basis(), self.mean, WORDS_AT_ONCE)
-
     @cached_property
     def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.qjl import qjl_encoder
@@ -178,8 +163,3 @@ class QJLCodec(LinearCodec):
         weights = self.members if self.factors is None else 1 / self.factors[None]
         match = self.options.scalar == "match"
         return qjl_encoder(self.encoding_rows(self.basis), sketches, match, self.mean, weights)
-
-    @cached_property
-    def cpu_side(self) -> CPUSide:
-        levels = [c.levels for c in self.components]
-        return cpu_side("levels", [1] * len(levels), levels, self.ready_basis(), self.mean)

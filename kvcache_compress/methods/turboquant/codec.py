@@ -79,14 +79,42 @@ class TurboQuantOptions(MethodOptions):
         return idle
 
 
+class ComponentCodec(LinearCodec):
+    """Base of codecs whose tokens are sums of components, each with its codes and a scale in the fields."""
+
+    in_memory_order: ClassVar[bool] = True
+    words_at_once: ClassVar[int] = 0
+    """Words of a token's one-bit codes that Triton unpacks at a time; 0 for all."""
+    components: tuple[Component, ...]
+
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        at = 0
+        for component in self.components:
+            planes = len(PLANES[component.bits])
+            look_up = trellis.look_up if component.trellis else packing.look_up
+            levels = look_up(fields[at : at + planes], component.bits, component.table)
+            yield Part(component.rows, levels, fields[at + planes].float())
+            at += planes + 1
+
+    @cached_property
+    def kernel_side(self) -> Any:
+        from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
+
+        return turboquant_side(self.context.side, self.components, self.ready_basis(), self.mean, self.words_at_once)
+
+    @cached_property
+    def cpu_side(self) -> CPUSide:
+        bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
+        return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)
+
+
 @register_method
-class TurboQuantCodec(LinearCodec):
+class TurboQuantCodec(ComponentCodec):
     """One side of a layer under TurboQuant."""
 
     name: ClassVar[str] = "turboquant"
     Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
     options: TurboQuantOptions
-    in_memory_order: ClassVar[bool] = True
     bit_choices: ClassVar[tuple[float, ...]] = (1, 2, 3, 4, 5, 6)
     set_rows: tuple[torch.Tensor, ...]
     """Rows of the basis of each channel set; with two sets they are set with the statistics."""
@@ -184,21 +212,6 @@ class TurboQuantCodec(LinearCodec):
         found: Fields = getattr(self.native, name, function)(z, norm, component.levels, component.bits, scalar)
         return found
 
-    def parts(self, fields: Fields) -> Iterator[Part]:
-        at = 0
-        for component in self.components:
-            planes = len(PLANES[component.bits])
-            look_up = trellis.look_up if component.trellis else packing.look_up
-            levels = look_up(fields[at : at + planes], component.bits, component.table)
-            yield Part(component.rows, levels, fields[at + planes].float())
-            at += planes + 1
-
-    @cached_property
-    def kernel_side(self) -> Any:
-        from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
-
-        return turboquant_side(self.context.side, self.components, self.ready_basis(), self.mean)
-
     @cached_property
     def kernel_encoder(self) -> Any:
         from kvcache_compress.triton_kernels.encode.turboquant import turboquant_encoder
@@ -207,11 +220,6 @@ class TurboQuantCodec(LinearCodec):
             return None
         rows = [self.encoding_rows(rows) for rows in self.set_rows]
         return turboquant_encoder(self.components, rows, self.scalar, self.mean)
-
-    @cached_property
-    def cpu_side(self) -> CPUSide:
-        bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
-        return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)
 
 
 def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
