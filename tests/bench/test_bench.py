@@ -27,14 +27,6 @@ def _same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "interpreting", lambda: False)
 
 
-def test_plain_attention_is_attention() -> None:
-    query, keys, values = torch.randn(2, 4, 64), torch.randn(2, 2, 37, 64), torch.randn(2, 2, 37, 32)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query[:, :, None], keys, values, enable_gqa=True, scale=0.2
-    )
-    torch.testing.assert_close(compare.plain_attention(query, keys, values, 0.2), expected[:, :, 0])
-
-
 @pytest.mark.parametrize("grouped_queries", [False, True])
 def test_pytorchs_attention_with_queries_apart_or_grouped(grouped_queries: bool) -> None:
     query, keys, values = torch.randn(3, 4, 64), torch.randn(3, 2, 48, 64), torch.randn(3, 2, 48, 64)

@@ -17,8 +17,6 @@ from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 import kvcache_compress
 from kvcache_compress import (
     CompressedCache,
-    CompressionConfig,
-    KIVICache,
     PolarQuantCache,
     SpectralCache,
     TurboQuantCache,
@@ -53,25 +51,6 @@ def test_values_of_wrong_types() -> None:
             kind(small_config(), values=3)
     with pytest.raises(ValueError, match="variant='x'"):
         PolarQuantCache(small_config(), variant="x")
-
-
-def test_turboquant_cache() -> None:
-    cache = TurboQuantCache(small_config(), bits=3, value_bits=2, recent_tokens=32, scalar="norm", seed=5)
-    expected = {"method": "turboquant", "scalar": "norm"}
-    assert cache.compression == CompressionConfig(
-        keys={**expected, "bits": 3}, values={**expected, "bits": 2}, recent_tokens=32, seed=5
-    )
-    assert CompressedCache(small_config(), cache.compression).compression == cache.compression
-
-
-def test_kivi_cache() -> None:
-    cache = KIVICache(small_config(), key_bits=4, group_size=32)
-    assert cache.compression == CompressionConfig(
-        keys={"method": "kivi", "bits": 4, "group_size": 32},
-        values={"method": "kivi", "bits": 2, "group_size": 32},
-        sink_tokens=0,
-        recent_tokens=128,
-    )
 
 
 def test_options_that_no_cache_has() -> None:

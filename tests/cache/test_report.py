@@ -11,7 +11,7 @@ from support.method_cases import declared
 from support.models.small_model import METHODS, SINKS, method_config
 from transformers import DynamicCache, LlamaConfig
 
-from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache, load_config
+from kvcache_compress import CompressedCache, TurboQuantCache, load_config
 from kvcache_compress.attention.interface import fused_name
 from kvcache_compress.cache.estimate import cache_bytes, rope_bytes
 from kvcache_compress.storage.packed_store import SLACK
@@ -58,17 +58,6 @@ def test_turboquant_by_hand() -> None:
     assert report.total_bytes_at_16 == report.total_bytes - dense // 28 * (4 + 8 + 32) // 2
     assert report.bits_per_number == layer.bits_per_number == 8 * report.total_bytes_at_16 / numbers
     assert report.ratio == 4 * numbers / report.total_bytes
-
-
-def test_kivi_by_hand() -> None:
-    report = filled(KIVICache(CONFIG, bits=2, sink_tokens=0, recent_tokens=8)).memory_report()
-    assert report.packed_tokens == 32
-    fields = report.fields
-    assert fields["keys.codes0"] == fields["values.codes0"] == ROWS * 32 * 8 * 2
-    assert fields["keys.scale"] == fields["keys.zero"] == ROWS * 1 * DIM * 2
-    assert fields["values.scale"] == fields["values.zero"] == ROWS * 32 * 2 * 2
-    assert report.packed_bits_per_number == 3.0
-    assert report.constant_bytes == 0
 
 
 def test_layers_that_are_not_ours() -> None:

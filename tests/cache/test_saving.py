@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from support.cache_name import with_cache
 from support.files.commvq_files import FOLDER, random_codebooks
 from support.files.saved_files import Change, changed, config, filled, states
@@ -201,16 +200,6 @@ def continued(model: Any, cache: CompressedCache, path: Path, *steps: int) -> Co
             got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
             assert torch.equal(got, expected)
     return loaded
-
-
-def test_an_offloaded_cache(path: Path, tmp_path: Path) -> None:
-    cache = CompressedCache.load(path, config())
-    for layer in cache.layers:
-        layer.offload()
-    cache.save(tmp_path / "again")
-    tensors, again = load_file(path), load_file(tmp_path / "again")
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("family", ["gemma4", "qwen3_next", "gemma2"])

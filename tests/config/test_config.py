@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import yaml
 from support.models.small_model import small_config
-from transformers import Gemma3TextConfig, LlamaConfig
 
 from kvcache_compress import (
     CompressedCache,
@@ -26,12 +25,8 @@ from kvcache_compress.eval.caches.caches import preset_cache
 from kvcache_compress.validation import parse_size, size_text
 
 FULL = ["full_attention"] * 6
+MODEL = small_config(6, head_dim=64)
 SIDES: dict[str, Any] = {"keys": {"method": "turboquant", "bits": 3}, "values": {"method": "turboquant", "bits": 2}}
-
-
-def llama(**changes: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaConfig(**{**sizes, **changes})
 
 
 def as_yaml(config: CompressionConfig) -> str:
@@ -51,9 +46,9 @@ def test_preset(name: str, tmp_path: Path) -> None:
     assert load_config(yaml.safe_load(as_yaml(config))) == config
     if name.startswith("commvq"):
         with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
-            CompressedCache(llama(), name)
+            CompressedCache(MODEL, name)
         return
-    cache = CompressedCache(llama(), name)
+    cache = CompressedCache(MODEL, name)
     assert any(isinstance(layer, CompressedLayer) for layer in cache.layers)
     assert len(cache.layers) == 6
 
@@ -66,7 +61,7 @@ def test_budgets_stand_for_presets_that_need_no_file() -> None:
     assert bits == sorted(bits, reverse=True)
     for name, found in zip(BUDGETS, bits, strict=True):
         assert 0 < found - float(name.removeprefix("best-").removesuffix("bit")) < 0.3
-        assert CompressedCache(llama(), name).compression == load_config(name)
+        assert CompressedCache(MODEL, name).compression == load_config(name)
 
 
 def test_yaml_on_and_off_are_no_booleans(tmp_path: Path) -> None:
@@ -103,16 +98,6 @@ def test_a_rule_of_the_same_method_keeps_the_other_options() -> None:
     assert (plans[3].keys.options().bits, plans[3].values.method) == (3, "turboquant")
 
 
-def test_only_full_attention_is_compressed() -> None:
-    config = Gemma3TextConfig(
-        num_hidden_layers=6, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8
-    )
-    cache = CompressedCache(config, {**SIDES, "layers": [{"match": "sliding_attention", "method": "none"}]})
-    compressed = [isinstance(layer, CompressedLayer) for layer in cache.layers]
-    assert compressed == [kind == "full_attention" for kind in config.layer_types]
-    assert any(compressed)
-
-
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -125,7 +110,7 @@ def test_only_full_attention_is_compressed() -> None:
 )
 def test_rules_that_do_not_fit(rules: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CompressedCache(llama(), {**SIDES, "layers": rules})
+        CompressedCache(MODEL, {**SIDES, "layers": rules})
 
 
 @pytest.mark.parametrize(
@@ -164,17 +149,9 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(path))
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("turboquant-4bits", "turboquant-4bit"),
-        ("TurboQuant-3bit", "turboquant-3bit"),
-        ("trboquant_2bit", "turboquant-2bit"),
-    ],
-)
-def test_an_unknown_preset_suggests_one(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown preset '{name}': did you mean '{near}'"):
-        load_config(name)
+def test_an_unknown_preset_suggests_one() -> None:
+    with pytest.raises(ValueError, match="unknown preset 'TurboQuant_3bits': did you mean 'turboquant-3bit'"):
+        load_config("TurboQuant_3bits")
     with pytest.raises(ValueError, match=r"unknown preset 'xyz': the presets are .*kivi-2bit"):
         load_config("xyz")
 
@@ -190,13 +167,6 @@ def test_codebooks_go_to_the_sides_that_take_them() -> None:
     assert config.keys.options().codebooks == "file.safetensors"
     assert config.values.options() == load_config("turboquant-4bit").values.options()
     assert config.layers[0].values.options().codebooks == "own.safetensors"
-
-
-def test_center_for_values() -> None:
-    """Centring of values is refused when the cache is made, not at the first token."""
-    config = {**SIDES, "values": {"method": "turboquant", "center": "on"}}
-    with pytest.raises(ValueError, match="center='on' for values of turboquant "):
-        CompressedCache(llama(), config)
 
 
 def test_register_method_refuses() -> None:

@@ -21,7 +21,6 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.methods.spectral import prefill
 from kvcache_compress.storage import side
 from kvcache_compress.storage.adaptive import bit_budget, eras
-from kvcache_compress.storage.adaptive.eras import Era, runs
 
 METHODS: dict[str, dict[str, Any]] = {
     "spectral": {"method": "spectral", "bits": 3, "group": 32},
@@ -208,14 +207,6 @@ def test_queries_that_were_not_seen_are_no_prior() -> None:
     then = replace(then, queries=replace(then.queries, query=query))
     blind, own, both = eras._losses([kinds.codec(unseen), kinds.codec(then), kinds.codec(unseen, then)], then, 0)
     assert both < 1.1 * own < 0.5 * blind
-
-
-def test_runs() -> None:
-    one, two, three = (Era(start, object()) for start in (0, 64, 96))  # type: ignore[arg-type]
-    assert runs((one,), 10, 20) == [(one.codec, 10, 20)]
-    assert runs((one, two, three), 32, 128) == [(one.codec, 32, 64), (two.codec, 64, 96), (three.codec, 96, 128)]
-    assert runs((one, two, three), 64, 96) == [(two.codec, 64, 96)]
-    assert runs((one, two, three), 0, 0) == []
 
 
 BUDGETED: dict[str, dict[str, Any]] = {

@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import family_cases
 from support.models.small_model import METHODS, VOCAB, method_config, mixed_config
-from transformers import (
-    ContinuousBatchingConfig,
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    LlamaForCausalLM,
-)  # fmt: skip
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, compress, enable_fused_attention
 from kvcache_compress.attention.interface import attends_fused
@@ -220,34 +214,13 @@ def test_several_answers_of_one_prompt(model: Any) -> None:
 
 def test_sliding_layers_keep_their_own_pages() -> None:
     """A model of both kinds gives the tokens of `generate` with the same codecs."""
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, sliding_window=32, initializer_range=0.1,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )  # fmt: skip
-    model = Gemma3ForCausalLM(config).eval()
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = family_cases.build("gemma3", num_hidden_layers=3, layer_types=layer_types, sliding_window=32)
     model.generation_config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     outputs, codecs = batch(model, method_config("kivi"), prompts((20, 150, 90)), memory="2MiB", max_batch_tokens=512)
     with pytest.MonkeyPatch.context() as patch:
         expected = one_by_one(model, method_config("kivi"), prompts((20, 150, 90)), codecs, patch)
     assert [one.generated_tokens for one in outputs] == expected
-
-
-def test_the_block_ends_with_the_model_as_it_was(model: Any) -> None:
-    plain = model.generate_batch(
-        prompts((20, 40)), continuous_batching_config=batching(num_blocks=4, page_size=64, max_batch_tokens=128)
-    )
-    with compress(model, method_config("turboquant"), memory="400KiB", statistics=TEXT):
-        model.generate_batch(
-            prompts((20, 40)), continuous_batching_config=batching(num_blocks=4, page_size=64, max_batch_tokens=128)
-        )
-    assert not attends_fused(model)
-    assert "init_continuous_batching" not in vars(model)
-    again = model.generate_batch(
-        prompts((20, 40)), continuous_batching_config=batching(num_blocks=4, page_size=64, max_batch_tokens=128)
-    )
-    assert [one.generated_tokens for one in again.values()] == [one.generated_tokens for one in plain.values()]
 
 
 def test_what_pages_cannot_do_is_refused(model: Any) -> None:
@@ -350,6 +323,7 @@ def test_replaced_blocks_end_their_managers(model: Any) -> None:
     compress(model, method_config("kivi")).stop()
     first.stop()
     assert not hasattr(model, "_cached_continuous_batching_manager")
+    assert "init_continuous_batching" not in vars(model)
     assert not attends_fused(model)
 
 

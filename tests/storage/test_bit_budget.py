@@ -103,18 +103,6 @@ def test_few_tokens_keep_the_bits_nearly_equal() -> None:
     assert spread == [0, 2, 3]  # 64 times the loss is three bits
 
 
-def test_another_prompt_begins_anew() -> None:
-    """The first layer that is empty again ends the last prompt's choices; the layers after it end nothing."""
-    layers, once = Layers(), Layers()
-    for prompt in range(2):
-        for layer in range(LAYERS):
-            layers.budget.forget(layer)
-            layers.choose(layer, 1e-3 * 16 ** ((layer + prompt) % 2), 1e-3)
-    for layer in range(LAYERS):
-        once.choose(layer, 1e-3 * 16 ** ((layer + 1) % 2), 1e-3)
-    assert layers.bits == once.bits
-
-
 def test_losses_are_those_of_the_output() -> None:
     """Expected losses agree with those of attention over decoded tokens, one side at a time."""
     tokens, sinks, recent = 512, 8, 32

@@ -52,11 +52,6 @@ def test_prompts_leave_no_slack_where_nothing_follows() -> None:
     assert store.bytes_allocated() == sum(store.bytes_used().values())
 
 
-@pytest.fixture
-def tail() -> TailBuffer:
-    return TailBuffer(torch.zeros(1, 1, 0, 2), 8)
-
-
 def numbers(start: int, count: int) -> torch.Tensor:
     return torch.arange(start, start + count).float().view(1, 1, -1, 1).expand(1, 1, -1, 2)
 
