@@ -259,14 +259,12 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
     [
         ("chess", {}, "benchmark='chess'"),
         ("perplexity", {"widows": 1}, "'widows'"),
-        ("perplexity", {"scored": 16, "step": 17}, "step=17"),
         ("ruler", {}, "ruler: data"),
         ("ruler", {"data": "x.jsonl", "task": "sums"}, "task='sums'"),
         ("needle", {"needle": "N {answer}."}, r"needs needle, question, answer together \(got needle\)"),
         ("needle", {"mode": "passkey", "needle": "N.", "question": "Q?"}, r"needle='N\.'"),
         ("needle", {"depths": [1.5]}, r"depths\.0=1\.5"),
         ("turns", {"texts": ["a"]}, "texts="),
-        ("turns", {"texts": ["a", "b"], "scored": 8, "step": 9}, "step=9: must be at most scored=8"),
         ("turns", {"texts": ["a", "b"], "cases": []}, "cases="),
         ("turns", {"texts": ["a", "b"], "cases": [True]}, r"cases\.0=True"),
         *(
