@@ -74,6 +74,7 @@ def serve(
             several.start(make, _range_of(replicas), host, port, max_requests, STOP_SECONDS)
     # For uvicorn, which raises it again once it has stopped, and in place of Ray's, which aborts after three seconds.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    logging.getLogger(__name__).info("listening on http://%s:%d/v1", host, port)
     try:
         if replicas is None:
             uvicorn.run(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)

@@ -3,6 +3,7 @@
 `Server` starts the engine and builds the app. `Requests` admits and counts requests, whose prompts are tokens by then.
 """
 
+import copy
 import inspect
 import logging
 import random
@@ -22,10 +23,10 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager, TimedModel
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
 from .compress import compress
-from .guard import CURRENT, Guard, Record, answer_errors
+from .guard import CURRENT, Guard, Record, answer_errors, refusal
 from .metrics import Gauges, Metrics
 from .prefix_store import PrefixStore
 from .sampling import Sampler, Sampling
@@ -39,6 +40,8 @@ WAITING = 4
 """Requests that may wait, per slot; more are answered 429."""
 LEAST_WAITING = 16
 RETRY_SECONDS = 2
+STORE_SECONDS = 10
+"""Time for pages to be written when the server stops."""
 LEAST_BODY, BYTES_PER_TOKEN = 1 << 20, 16
 """The largest body has this many bytes, and so many more for each token that a request may have."""
 
@@ -61,8 +64,7 @@ class Requests(CBGenerateManager):
 
     def start(self, model: PreTrainedModel) -> None:
         """Measure statistics, allocate pages, and start the engine."""
-        config = model.generation_config
-        self._cb = cb = model.init_continuous_batching(config, self._cb_config)
+        self._cb = cb = model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config)
         cb.generation_config.do_sample = False  # `Sampler` chooses
         processors = cb.logit_processor
         processors.clear()
@@ -127,9 +129,18 @@ class Requests(CBGenerateManager):
         self.metrics.prompt_tokens.inc(len(prompt))
         verified = self.verifier is not None and random.random() < self.verifier.rate
         sampling = settings(record, config, [] if verified else None)
-        engine = type(self._cb)
-        self._cb.add_request = partial(engine.add_request, self._cb, record_timestamps=True, sampling=sampling)
+        self._cb.add_request = partial(self._add, sampling)
         self._cb.register_result_handler = partial(self._register, record, sampling)
+
+    def _add(self, sampling: Sampling, *args: Any, **kwargs: Any) -> str:
+        """Add a request with its settings."""
+        engine = self._cb
+        request_id: str | None = type(engine).add_request(
+            engine, *args, record_timestamps=True, sampling=sampling, **kwargs
+        )
+        if request_id is None or not engine.is_running():
+            raise CBWorkerDeadError("the engine stops")
+        return request_id
 
     def _register(self, record: Record, sampling: Sampling, request_id: str, callback: Callable[..., None]) -> None:
         """Register a result handler that also counts."""
@@ -194,7 +205,7 @@ class Server:
     ) -> None:  # fmt: skip
         _check()
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
-        metrics = Metrics()
+        metrics, self._store = Metrics(), prefix_store
         text = built_in_text(tokenizer) if statistics is None else statistics
         self._compression = compress(model, compression, memory=memory, statistics=text, prefix_store=prefix_store)
         batching = ContinuousBatchingConfig(max_requests_per_batch=max_requests, per_request_processors=True)
@@ -215,6 +226,7 @@ class Server:
             ResponseHandler(models, state), None, None, state,  # no transcriptions, no decisions
         )  # fmt: skip
         answer_errors(app)
+        app.add_exception_handler(CBWorkerDeadError, lambda request, error: refusal(503, str(error)))
 
         @app.get("/metrics")
         def exposed() -> Response:
@@ -228,8 +240,10 @@ class Server:
         return self._requests.is_alive()
 
     def stop(self) -> None:
-        """Stop the engine; requests that still run fail."""
+        """Stop the engine; requests that still run fail, and pages that wait are written."""
         self._requests.stop()
+        if self._store is not None:
+            self._store.wait(STORE_SECONDS)
         self._compression.stop()
 
 

@@ -253,7 +253,7 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
                 return generate(*args, **kwargs)
             call = opened[-1]
             store = call.store
-            prompt = None if store is None else _single_prompt(generate, args, kwargs)
+            prompt = None if store is None else _single_prompt(model, generate, args, kwargs)
             cache = None
             if store is not None and prompt is not None:
                 cache = store.get(model, call.compression, prompt[0].tolist())
@@ -280,20 +280,21 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
     return generate_compressed
 
 
-def _single_prompt(generate: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+def _single_prompt(model: PreTrainedModel, generate: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
     """The token ids `[1, T]` of a `generate` call, if it continues one text without padding, and nothing else."""
     passed = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
     passed = {**passed, **passed.pop("kwargs", {}), **passed.pop("model_kwargs", {})}
     ids: torch.Tensor | None = passed.pop("inputs", passed.pop("input_ids", None))
     mask = passed.pop("attention_mask", None)
-    others = any(isinstance(x, torch.Tensor) for x in passed.values())
-    if ids is None or len(ids) != 1 or others or (mask is not None and not mask.all()):
+    others = (x for value in passed.values() for x in (value if isinstance(value, list | tuple) else [value]))
+    if ids is None or len(ids) != 1 or any(isinstance(x, torch.Tensor) for x in others):
         return None
-    config = passed.get("generation_config")
+    config = passed.get("generation_config") or model.generation_config
+    padding = passed.get("pad_token_id", getattr(config, "pad_token_id", None))
+    unpadded = mask.all() if mask is not None else padding is None or not (ids == padding).any()
     several = ("num_beams", "num_return_sequences")
-    if any((passed.get(name) or getattr(config, name, None) or 1) > 1 for name in several):
-        return None
-    return ids
+    alone = all((passed.get(name) or getattr(config, name, None) or 1) == 1 for name in several)
+    return ids if unpadded and alone else None
 
 
 def _batching(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:

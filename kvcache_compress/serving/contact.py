@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.generation import continuous_batching
 from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching import continuous_api, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
 from kvcache_compress.modeling.facts import model_facts
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 _MANY = 1 << 40
 """Blocks that no pool has: how an allocator says that a request must wait."""
 _OWN = {
-    "_add", "_hashes", "_stored", "_name", "_tokens", "_register", "_keep_sinks", "_copy", "acquire_prefix", "rejected",
-    "sectors_of", "most_tokens",
+    "_add", "_hashes", "_stored", "_page", "_name", "_tokens", "_register", "_keep_sinks", "_copy", "acquire_prefix",
+    "rejected", "sectors_of", "most_tokens",
 }  # fmt: skip
 """Methods of the classes here that override nothing."""
 SLIDING_STEP_TOKENS = 512
@@ -108,23 +109,30 @@ class _Allocator(FullAttentionCacheAllocator):
 
         `total` is how many tokens the request may have; if there is no room for it, nothing is shared.
         """
-        found: list[int] = []
-        hashes = list(self._hashes(tokens[:-1]))
-        for known in hashes:
-            block = self.ledger.hash_to_block.get(known)
-            if block is None:
-                break
-            found.append(block)
-        stored = list(self._stored(hashes[len(found) :], len(found), tokens))
-        lacking = self.plan.blocks_of(total) - len(found)
         free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
-        if not (found or stored) or not self.free_slots or lacking > free:
+        if not self.free_slots:
+            return 0
+        found: list[int] = []
+        hashes: list[int] = []
+        store = self.plan.store
+        for known in self._hashes(tokens[:-1]):
+            block = self.ledger.hash_to_block.get(known)
+            if len(found) == len(hashes) and block is not None:
+                found.append(block)
+            elif store is None or not store.has_page(self._name(known)):
+                break
+            hashes.append(known)
+        stored = len(hashes) - len(found)
+        if not hashes or max(self.plan.blocks_of(total) - len(found), stored) > free:
+            return 0
+        pages = list(self._stored(hashes[len(found) :], len(found), tokens)) if stored else []
+        if not found and not pages:
             return 0
         for block in found:
             self.ledger.acquire(block)
-        while self.pool.count_free_blocks(self.index) < len(stored):
+        while self.pool.count_free_blocks(self.index) < len(pages):
             self.pool.allocate_sector(self.index)
-        loaded = self.pool.get_free_blocks(self.index, len(stored))
+        loaded = self.pool.get_free_blocks(self.index, len(pages))
         self.block_table[request_id] = found + loaded
         packed = len(found + loaded) * self.plan.page
         request = self._add(request_id, self.windows.sinks + packed, packed)
@@ -132,24 +140,30 @@ class _Allocator(FullAttentionCacheAllocator):
             self.prefix_sinks[found[0]] = held = self.prefix_sinks.pop(found[0])  # the latest used is the last
             self._copy(held[0], request.slot, tails=False)
         with continuous_api.stream_context(self.stream):
-            for block, page in zip(loaded, stored, strict=True):
-                self._copy_view[block].copy_(page.pop("block"))
-                for layer, storage in self.storages.items() if page else ():
-                    for side, sinks in storage.sinks.items():
-                        sinks[request.slot].copy_(page[f"{layer}.{side}"])
+            for block, page in zip(loaded, pages, strict=True):
+                for name, place in self._page(block, request.slot, with_sinks=len(page) > 1).items():
+                    place.copy_(page[name])
         self._register(request, hashes, None)
+        if store is not None:
+            store.touch([self._name(known) for known in hashes])
         return request.tokens
 
-    def _stored(self, hashes: list[int], first: int, tokens: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+    def _stored(self, hashes: list[int], first: int, tokens: list[int]) -> Iterator[Mapping[str, torch.Tensor]]:
         """Pages from `first` on that the store has."""
-        store = self.plan.store
-        if store is None:
-            return
+        assert self.plan.store is not None
         for index, known in enumerate(hashes, first):
-            page = store.page(self._name(known), self._tokens(index, tokens))
+            like = self._page(0, 0, with_sinks=index == 0)
+            page = self.plan.store.page(self._name(known), self._tokens(index, tokens), like)
             if page is None:
                 return
             yield page
+
+    def _page(self, block: int, slot: int, with_sinks: bool) -> dict[str, torch.Tensor]:
+        """Views of what the store keeps of a page; with the first one go the sinks."""
+        page = {"block": self._copy_view[block]}
+        for layer, storage in self.storages.items() if with_sinks else ():
+            page |= {f"{layer}.{side}": sinks[slot] for side, sinks in storage.sinks.items()}
+        return page
 
     def _name(self, known: int) -> str:
         return f"{self.plan.identity}-{known:032x}"
@@ -161,7 +175,8 @@ class _Allocator(FullAttentionCacheAllocator):
 
     def _register(self, request: Request, hashes: Iterable[int], tokens: list[int] | None) -> None:
         """Let others find a request's whole pages, and store those that are new if `tokens` are given."""
-        for index, (block, known) in enumerate(zip(request.blocks, hashes, strict=False)):
+        chain = list(hashes)
+        for index, (block, known) in enumerate(zip(request.blocks, chain, strict=False)):
             if self.ledger.block_to_hash.get(block) == known:
                 continue
             if index == 0 and not self._keep_sinks(request.slot, block, known):
@@ -170,11 +185,10 @@ class _Allocator(FullAttentionCacheAllocator):
                 return  # another request has computed the same pages
             if tokens is not None and (store := self.plan.store) is not None:
                 with continuous_api.stream_context(self.stream):
-                    page = {"block": self._copy_view[block].to("cpu", copy=True)}
-                    for layer, storage in self.storages.items() if index == 0 else ():
-                        for side, sinks in storage.sinks.items():
-                            page[f"{layer}.{side}"] = sinks[request.slot].to("cpu", copy=True)
-                store.put_page(self._name(known), model_facts(self.plan.config), self._tokens(index, tokens), page)
+                    page = self._page(block, request.slot, with_sinks=index == 0)
+                    page = {name: x.to("cpu", copy=True) for name, x in page.items()}
+                names = [self._name(one) for one in chain[: index + 1]]
+                store.put_page(names, model_facts(self.plan.config), self._tokens(index, tokens), page)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         request = self.requests.get(request_id)
@@ -258,6 +272,13 @@ class _Cache(cb_cache.PagedAttentionCache):
             sampling.shared_tokens = shared
         return shared
 
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        super().mark_complete_blocks(state, complete_blocks)
+        if (
+            state.status == RequestStatus.FINISHED and self.use_prefix_sharing
+        ):  # whose last step may have been its first
+            self.pages.mark_complete_blocks(state.request_id, state.initial_tokens + state.generated_tokens, 0)
+
     def sectors_of(self, tokens: int) -> int:
         """Sectors that a request of so many tokens needs."""
         return sum(
@@ -313,6 +334,11 @@ class _Manager(continuous_batching.ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
         enable_fused_attention(model)
+
+    def cancel_request(self, request_id: str) -> None:
+        super().cancel_request(request_id)
+        with self.output_router._lock:  # of a cancelled request nothing is reported that would remove its handler
+            self.output_router.result_handlers.pop(request_id, None)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         super().stop(*args, **kwargs)

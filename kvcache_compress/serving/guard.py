@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import hmac
+import inspect
+import json
 import logging
 import time
 from contextvars import ContextVar
@@ -12,9 +14,10 @@ from typing import Any, Literal
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from .metrics import Metrics
 
@@ -23,6 +26,7 @@ ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Paths that generate."""
 OPEN = ("/v1/models", "/health", "/metrics")
 """Other paths that answer; all others are closed."""
+_RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 BODY_SECONDS = 30
 """Longest time for a client to send its body."""
 
@@ -40,7 +44,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     messages: list[ChatMessage] | None = Field(None, min_length=1)
-    stream: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    stream: StrictBool | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_output_tokens: int | None = Field(None, ge=1)
@@ -49,7 +54,7 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=1000)
     # What the engine cannot do, so that nobody gets another answer than the one asked for.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -58,7 +63,22 @@ class Body(BaseModel):
     top_logprobs: None = None
     stop: None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+    text: dict[Literal["format"], dict[Literal["type"], Literal["text"]]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    suffix: None = None
+    previous_response_id: None = None
     generation_config: None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _for_the_template(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Only variables of the model's template: no template, lengths or padding of the client's own."""
+        if reserved := _RESERVED & set(value or ()):
+            raise ValueError(f"{min(reserved)} is the server's")
+        return value
 
     @property
     def asked(self) -> int | None:
@@ -136,7 +156,7 @@ class Guard:
                     refused = refusal(400, problems(error))
                 else:
                     # For Transformers a response without `stream` is a stream, and for OpenAI it is not.
-                    body = body if record.body.stream is not None else b'{"stream":false,' + body.strip()[1:]
+                    body = json.dumps({"stream": False, **json.loads(body)}).encode()
             if refused is not None:
                 await refused(scope, receive, counted)
             elif record is None:
@@ -169,6 +189,8 @@ class Guard:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
                     message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return refusal(499, "the client has left"), b""
                     body += message.get("body", b"")
                     if len(body) > self.most_bytes:
                         return refusal(413, f"bodies of more than {self.most_bytes} bytes are refused"), b""
@@ -194,7 +216,9 @@ class Guard:
             left.set()
             running.cancel()
 
-        running = asyncio.ensure_future(self.app(scope, replay, send))
+        # Transformers would take the client's id for the engine's, which two requests must not share.
+        headers = [one for one in scope["headers"] if one[0] != b"x-request-id"]
+        running = asyncio.ensure_future(self.app({**scope, "headers": headers}, replay, send))
         watching = asyncio.ensure_future(watch())
         try:
             await running

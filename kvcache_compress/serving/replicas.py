@@ -66,9 +66,10 @@ def start(
 
 
 def stop() -> None:
-    """Let running requests finish, and stop all replicas."""
+    """Let running requests finish, and stop all replicas; a cluster that ran before goes on."""
     serve.delete(NAME)
-    serve.shutdown()
+    if "RAY_ADDRESS" not in os.environ:
+        serve.shutdown()
     ray.shutdown()
 
 

@@ -6,6 +6,11 @@ from typing import Any, ClassVar
 import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
+GREEDY = 1e-6
+"""Temperatures below are 0."""
+LIKELY = 1024
+"""Tokens among which those of `top_p` are looked for first."""
+
 
 @dataclass
 class Sampling:
@@ -35,25 +40,34 @@ class Sampling:
         """Change scores `[vocabulary]` in place so that the largest is the next token after those `written`."""
         if self.kept is not None and len(self.kept) < self.keep:
             self.kept.append(scores.log_softmax(-1))
-        for token, bias in self.logit_bias.items():
-            scores[token] += bias
+        if self.logit_bias:
+            biased = torch.tensor(list(self.logit_bias), device=scores.device)
+            scores.index_add_(0, biased, torch.tensor(list(self.logit_bias.values()), device=scores.device))
         if written and (self.frequency_penalty or self.presence_penalty):
             counts = torch.bincount(torch.tensor(written, device=scores.device), minlength=len(scores))
             scores -= self.frequency_penalty * counts + self.presence_penalty * (counts > 0)
-        if self.temperature == 0:
+        if self.temperature < GREEDY:
             return
-        if self.seed is not None and self._generator is None:
-            self._generator = torch.Generator(scores.device).manual_seed(self.seed)
-        values, tokens = scores, None
-        if self.top_k or self.top_p < 1:
-            values, tokens = scores.topk(min(self.top_k or len(scores), len(scores)))
-        probabilities = ((values - values.max()) / self.temperature).softmax(-1)
-        probabilities.nan_to_num_(1.0)  # `multinomial` would stop all requests; the keys of this one are refused
-        if self.top_p < 1:
-            probabilities[probabilities.cumsum(-1) - probabilities >= self.top_p] = 0
-        chosen = torch.multinomial(probabilities, 1, generator=self._generator)
-        scores.fill_(-torch.inf)
-        scores[chosen if tokens is None else tokens[chosen]] = 0
+        if self._generator is None:  # not the global one, whose seed other requests set
+            self._generator = torch.Generator(scores.device)
+            self._generator.seed() if self.seed is None else self._generator.manual_seed(self.seed)
+        probabilities, tokens = self._choices(scores / self.temperature)
+        noise = torch.empty_like(probabilities).exponential_(generator=self._generator)
+        chosen = (probabilities / noise).argmax()  # as `multinomial`, which would wait for a GPU
+        chosen = chosen if tokens is None else tokens[chosen]
+        scores.fill_(-torch.inf).index_fill_(0, chosen[None], 0)
+
+    def _choices(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Probabilities of the tokens that `top_k` and `top_p` keep, and these tokens, or None for all."""
+        if not self.top_k and self.top_p == 1:
+            return logits.softmax(-1), None
+        values, tokens = logits.topk(min(self.top_k or LIKELY, len(logits)))
+        probabilities = values.softmax(-1) if self.top_k else (values - logits.logsumexp(-1)).exp()
+        if not self.top_k and probabilities.sum() < self.top_p:
+            values, tokens = logits.sort(descending=True)
+            probabilities = values.softmax(-1)
+        probabilities[probabilities.cumsum(-1) - probabilities >= self.top_p] = 0
+        return probabilities, tokens
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):

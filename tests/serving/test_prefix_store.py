@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.models.saved_model import saved_model
 from support.models.small_model import VOCAB, small_model
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
 from kvcache_compress import PrefixStore, compress
 from kvcache_compress.modeling.decoder import cache_argument
@@ -87,9 +87,10 @@ def test_prompts_that_are_not_one_plain_text_are_left_alone(greedy: Any, tmp_pat
         greedy.generate(pair)
         greedy.generate(pair[:1], num_beams=2)
         greedy.generate(pair[:1], attention_mask=torch.tensor([[0] + [1] * 199]))
-        greedy.generate(pair[:1, :40])
-        assert len(list(tmp_path.iterdir())) == 1  # the last
         greedy.generate(pair[:1, :40])  # too short to be worth a file's reading
+        assert not list(tmp_path.iterdir())
+        greedy.generate(pair[:1, :80])
+        assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_another_model_or_config_finds_nothing(greedy: Any, tmp_path: Path) -> None:
@@ -175,7 +176,8 @@ def test_damaged_entries_are_removed_and_made_again(
     again = answers_of(model, folder)
     assert torch.equal(again[0], generated)
     assert again[1] == batched
-    answers_of(model, folder)  # the second page is read only now that the first is found
+    for _ in range(2):  # a page is read only once those before it are found
+        answers_of(model, folder)
     for path in whole.iterdir():
         assert (folder / path.name).stat().st_size == path.stat().st_size
 
@@ -266,7 +268,7 @@ for kill in range(50):
     if child == 0:
         for count in range(10**6):
             store.put(model, cache, [kill + 1, count, *range(148)])
-            store.put_page(f"page-{kill}-{count}", facts, [1, 2], {"block": torch.zeros(5000)})
+            store.put_page([f"page-{kill}-{count}"], facts, [1, 2], {"block": torch.zeros(5000)})
     time.sleep(random.uniform(0.005, 0.06))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -291,3 +293,44 @@ def test_killed_writers_leave_whole_entries(tmp_path: Path) -> None:
     assert found > 0
     assert caches > 0
     assert pages > 0
+
+
+def test_files_of_others_stay(greedy: Any, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_bytes(bytes(100_000))
+    (tmp_path / "folder").mkdir()
+    with compress(greedy, CONFIG, prefix_store=PrefixStore(tmp_path, 50_000)):
+        for prompt in prompts(200, 200, 200):
+            greedy.generate(prompt)
+    assert (tmp_path / "thesis.txt").stat().st_size == 100_000
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.cache")) <= 50_000
+
+
+def test_layers_that_cannot_be_cropped_load_whole_prefixes(tmp_path: Path, fed: list[int]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": VOCAB, "sliding_window": 32}
+    kinds = ["sliding_attention", "full_attention"]
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds, pad_token_id=None)).eval()
+    model.generation_config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    document, first, second = prompts(200, 10, 12)
+    with compress(model, CONFIG, prefix_store=tmp_path) as compression:
+        answer = model.generate(torch.cat([document, first], 1))
+        model.generate(torch.cat([document, second], 1))
+        assert compression.last_cache.get_seq_length() == 200 + 12 + 7
+        model.generate(torch.cat([answer, second], 1))
+        assert compression.last_cache.get_seq_length() == answer.shape[1] + 12 + 7
+
+
+def test_a_warming_request_of_one_token_stores_its_pages(greedy: Any, tmp_path: Path) -> None:
+    (prompt,) = prompts(200)
+    with compress(greedy, CONFIG, memory="400KiB", statistics=TEXT, prefix_store=tmp_path) as compression:
+        greedy.generate_batch(prompt.tolist(), max_new_tokens=1)
+        compression._call.store.wait()
+    assert len(list(tmp_path.glob("*.page"))) == 2
+
+
+def test_beams_of_the_models_own_config_are_left_alone(greedy: Any, tmp_path: Path) -> None:
+    greedy.generation_config.num_beams = 3
+    with compress(greedy, CONFIG, prefix_store=tmp_path):
+        for _ in range(2):
+            greedy.generate(*prompts(200))
+    assert not list(tmp_path.iterdir())

@@ -314,3 +314,57 @@ def test_others_need_a_key(capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(cli, ["serve", "small", "--host", "0.0.0.0"])
     assert result.exit_code == 1
     assert "pass --api-key-file FILE, or --allow-anyone" in capfd.readouterr().err + result.output
+
+
+def test_ids_of_clients_are_not_the_engines(client: httpx.Client) -> None:
+    """Requests with one id run side by side."""
+    client.headers["x-request-id"] = "the same"
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.append(written(client, max_tokens=60))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 4
+    assert len(set(texts)) == 1
+
+
+def test_clients_bring_no_templates(client: httpx.Client) -> None:
+    body: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for options, status in (({"chat_template": "{{ 7 }}"}, 400), ({"max_length": 1}, 400), ({"own": 1}, 200)):
+        response = client.post("/v1/chat/completions", json={**body, "chat_template_kwargs": options})
+        assert response.status_code == status
+
+
+def test_seeds_of_others_change_nothing(client: httpx.Client) -> None:
+    """After someone's seed, requests without one still differ."""
+    texts = []
+    for _ in range(2):
+        written(client, max_tokens=1, temperature=1, seed=7)
+        texts.append(written(client, max_tokens=20, temperature=1.5))
+    assert texts[0] != texts[1]
+
+
+def test_defaults_of_the_model_apply(served: tuple[Server, str], client: httpx.Client, monkeypatch: Any) -> None:
+    config = served[0]._requests._cb.model.generation_config
+    assert not served[0]._requests._cb.generation_config.do_sample
+    monkeypatch.setattr(config, "do_sample", True)
+    monkeypatch.setattr(config, "temperature", 1.5)
+    assert written(client, max_tokens=20) != written(client, max_tokens=20)
+
+
+def test_cancelled_requests_leave_no_handler(served: tuple[Server, str], client: httpx.Client) -> None:
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 900}
+    for _ in range(3):
+        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(headers=client.headers, timeout=0.1) as other:
+            other.post(f"{client.base_url}/v1/completions", json=body)
+    wait_for(lambda: value(client, "requests_running") == value(client, "requests_waiting") == 0)
+    assert not served[0]._requests._cb.output_router.result_handlers
+
+
+def test_an_engine_that_stops_answers(client: httpx.Client, served: tuple[Server, str], monkeypatch: Any) -> None:
+    status = served[0]._requests._cb.background_thread_status
+    monkeypatch.setattr(status, "can_accept_new_requests", lambda: "stopping")
+    response = post(client)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the engine stops"
