@@ -63,20 +63,6 @@ def test_equals_plain_attention(name: str) -> None:
     check_attention(tiled.attend, CALLS[name], *segments(CALLS[name]), TILED_BARS)
 
 
-def test_rows_without_visible_tokens_are_zero() -> None:
-    case = Case(packed=160, count=20)
-    keys, values = segments(case)
-    query = torch.randn(2, 6, 20, 64)
-    mask = torch.ones(2, 1, 20, keys.shape[2], dtype=torch.bool)
-    mask[1, :, 3] = False
-    out = tiled.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
-    assert out[1, 3].eq(0).all()
-    mask[1, :, 3] = True
-    expected = plain_attention(query, keys, values, mask, case, None)
-    expected[1, 3] = 0
-    assert error(out, expected) <= BARS[F32]
-
-
 def test_a_tile_that_a_row_does_not_see() -> None:
     case = Case(packed=160, count=20)
     keys, values = segments(case)
