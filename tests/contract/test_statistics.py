@@ -12,9 +12,8 @@ from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.codecs.transforms import equalization
-from kvcache_compress.storage.static import StaticStorage
 
-PROMPT, CAPACITY = 400, 480
+PROMPT = 400
 METHODS = {
     "turboquant": {"method": "turboquant", "bits": 2},
     "qjl": {"method": "qjl"},
@@ -75,17 +74,6 @@ def test_backends(config: dict[str, Any], hard: Any) -> None:
         assert "factors" in cache.layers[0].sides["keys"].codec.statistics
     for other in found[1:]:
         assert_close_but_for_flips(other, found[0])
-
-
-@pytest.mark.parametrize("shapes", ["as_growing", "static_shapes"])
-def test_static(config: dict[str, Any], hard: Any, shapes: str, request: pytest.FixtureRequest) -> None:
-    if shapes == "static_shapes":
-        request.getfixturevalue(shapes)
-    config["backend"] = "torch"
-    cache = CompressedCache(hard.config, {**config, "max_cache_len": CAPACITY})
-    found = logits(hard, cache)
-    assert isinstance(cache.layers[0].storage, StaticStorage) == (shapes == "static_shapes")
-    assert_close_but_for_flips(found, logits(hard, CompressedCache(hard.config, config)))
 
 
 def test_keys_alone(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
