@@ -13,7 +13,6 @@ from support.cache_name import with_cache
 from support.files.saved_files import ACCEPTED, config, filled, outcome, states
 from support.models import family_cases
 from support.models.small_model import METHODS, method_config, small_config
-from transformers import Gemma3TextConfig, Qwen3NextConfig
 
 from kvcache_compress import (
     CommVQCache,
@@ -323,14 +322,11 @@ def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.Mon
     assert keys.shape[2] == stored.shape[2] == tokens + 1
 
 
-@pytest.mark.parametrize("first", ["sliding_attention", "linear_attention"])
-def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(first: str) -> None:
+@pytest.mark.parametrize(("family", "first"), [("gemma3", "sliding_attention"), ("qwen3_next", "linear_attention")])
+def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(family: str, first: str) -> None:
     """The error names the refused tokens even if other layers cannot step back: full sliding and linear ones."""
-    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     kinds = [first, "full_attention", "full_attention"]
-    config = {"sliding_attention": Gemma3TextConfig, "linear_attention": Qwen3NextConfig}[first](
-        head_dim=32, sliding_window=16, layer_types=kinds, vocab_size=64, **sizes
-    )
+    config = family_cases.build(family, num_hidden_layers=3, layer_types=kinds).config
     cache = CompressedCache(config, {**TURBOQUANT, "sink_tokens": 0, "recent_tokens": 0})
     good = torch.randn(1, 2, 160, 32)
     attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]

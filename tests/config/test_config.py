@@ -253,8 +253,6 @@ def test_an_option_of_both_sides_needs_one_that_can_use_it() -> None:
         with pytest.raises(ValueError, match=r"bits=3 .*key_bits and value_bits"):
             kind(small_config(), bits=3, key_bits=4, value_bits=2)
         assert kind(small_config(head_dim=32), bits=3, key_bits=4).compression.values.options().bits == 3
-    with pytest.raises(ValueError, match="sketch_ratio=2 for qjl: has an effect only with no sketch_dim"):
-        QJLCache(small_config(), sketch_ratio=2, sketch_dim=96)
     assert QJLCache(small_config(), sketch_dim=96).compression.keys.model_dump() == {"method": "qjl", "sketch_dim": 96}
 
 
