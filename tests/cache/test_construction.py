@@ -1,9 +1,6 @@
 """Caches from arguments of one method, from configs of equal models, and moved between such models."""
 
-import copy
 import inspect
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import torch
 from support.cache_name import with_cache
 from support.models.small_model import VOCAB, method_config, small_config, small_model, statistics
 from support.recorded_paths import record_paths
-from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 import kvcache_compress
 from kvcache_compress import (
@@ -20,7 +16,6 @@ from kvcache_compress import (
     PolarQuantCache,
     SpectralCache,
     TurboQuantCache,
-    disable_fused_attention,
     enable_fused_attention,
 )
 from kvcache_compress.cache.by_method import MethodCache
@@ -78,37 +73,6 @@ def run(model: Any, cache: CompressedCache, ids: torch.Tensor) -> tuple[torch.Te
         logits = [model(input_ids=part, **with_cache(cache)).logits for part in parts]
     assert cache.packed_tokens > 0
     return torch.cat(logits, 1), sum(call.path != "decode" for call in taken)
-
-
-def read(model: LlamaForCausalLM, folder: Path) -> PreTrainedConfig:
-    model.config.save_pretrained(folder)
-    return AutoConfig.from_pretrained(folder)
-
-
-OTHERS: dict[str, Callable[[LlamaForCausalLM, Path], PreTrainedConfig]] = {
-    "equal": lambda model, folder: small_config(),
-    "copied": lambda model, folder: copy.deepcopy(model.config),
-    "read": read,
-}
-
-
-@pytest.mark.parametrize("call", [LlamaForCausalLM.__call__, LlamaForCausalLM.forward], ids=["call", "forward"])
-@pytest.mark.parametrize("capacity", [None, 100])
-@pytest.mark.parametrize("other", OTHERS)
-def test_attention_is_fused(
-    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, capacity: int | None, call: Any
-) -> None:
-    """Attention is fused while the switch is on, also if a wrapper calls `forward` and bypasses the model's hooks."""
-    config = {**method_config("turboquant"), "max_cache_len": capacity}
-    foreign = CompressedCache(OTHERS[other](model, tmp_path), config)
-    enable_fused_attention(model)
-    expected = run(model, CompressedCache(model.config, config), ids)
-    assert expected[1] == 2 * STEPS
-    got, fused = run(partial(call, model), foreign, ids)
-    assert torch.equal(got, expected[0])
-    assert fused == expected[1]
-    disable_fused_attention(model)
-    assert run(model, foreign, ids[:, -1:])[1] == 0
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
