@@ -21,8 +21,7 @@ from kvcache_compress import (
 from kvcache_compress.cache.estimate import packed_bits
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.config import BUDGETS, get_method, method_names, register_method
-from kvcache_compress.eval.caches.caches import preset_cache
-from kvcache_compress.validation import parse_size, size_text
+from kvcache_compress.validation import parse_size
 
 FULL = ["full_attention"] * 6
 MODEL = small_config(6, head_dim=64)
@@ -188,14 +187,6 @@ def test_sizes_that_are_none(given: str) -> None:
         parse_size(given, "memory")
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(2**29, "512.0 MiB"), (1.5 * 2**30, "1.50 GiB"), (2**20, "1.00 MiB"), (2**37, "128.0 GiB"), (3072, "3.00 KiB")],
-)
-def test_sizes_in_words(size: float, text: str) -> None:
-    assert size_text(size) == text
-
-
 IDLE = [
     ({"method": "turboquant", "bits": 2, "outlier_fraction": 0.25}, "outlier_fraction", "fractional bits"),
     ({"method": "turboquant", "outlier_fraction": 0.5}, "outlier_fraction", "fractional bits"),
@@ -264,26 +255,6 @@ def test_rules_without_effect() -> None:
         with pytest.raises(ValueError, match=f"layers.0.{name}=3: has an effect only"):
             load_config({**sides, "layers": [{"match": 0, "method": "none", name: 3}]})
         load_config({**sides, "layers": [{"match": 0, "keys": "none", name: 3}]})
-
-
-def test_configs_come_back_as_they_were(tmp_path: Path) -> None:
-    """Configs with every option set survive YAML, a saved cache, `changed` and a cell's description."""
-    keys = {"method": "turboquant", "bits": 2.5, "outlier_fraction": 0.25, "center": "on", "codebook": "uniform"}
-    values = {"method": "turboquant", "bits": 3, "estimator": "prod", "sketch": "gaussian"}
-    rules = [{"match": 0, "keys": {"method": "turboquant", "bits": 4}}, {"match": "1-1", "sink_tokens": 2}]
-    config = load_config({"keys": keys, "values": values, "layers": rules})
-    cache = CompressedCache(small_config(), config)
-    cache.save(tmp_path / "cache")
-    for again in (
-        load_config(yaml.safe_load(config.to_yaml())),
-        CompressedCache.load(tmp_path / "cache", small_config()).compression,
-        load_config(config.model_dump()),
-    ):
-        assert again.plan(["full_attention"] * 3) == config.plan(["full_attention"] * 3)
-        assert CompressedCache(small_config(), again).layers[0].plan.keys.options().bits == 4
-    assert load_config(preset_cache(config.model_dump(), name="x").description).to_yaml() == config.to_yaml()
-    assert config.changed(sink_tokens=3).sink_tokens == 3
-    assert config.changed(sink_tokens=3).layers == config.layers
 
 
 @pytest.mark.parametrize("method", [name for name in method_names() if name != "none"])
