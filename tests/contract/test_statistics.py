@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from outlier_model import with_outlier_channels
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.models.small_model import VOCAB, small_model
 from support.oracle import assert_close_but_for_flips
 from transformers import DynamicCache
@@ -42,11 +42,8 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 @torch.no_grad()
 def logits(model: Any, cache: Any, prompt: int = PROMPT, tokens: int = 40) -> torch.Tensor:
     """Logits of the tokens after the prompt, step by step and then as a chunk, `[tokens, V]`."""
-    model(IDS[:, :prompt], **with_cache(cache))
-    chunk, stop = prompt + tokens // 4, prompt + tokens
-    steps = [model(IDS[:, at : at + 1], **with_cache(cache)).logits for at in range(prompt, chunk)]
-    rest: torch.Tensor = model(IDS[:, chunk:stop], **with_cache(cache)).logits
-    return torch.cat([*steps, rest], 1)[0]
+    sizes = [prompt, *[1] * (tokens // 4), tokens - tokens // 4]
+    return feed(model, cache, IDS[:, : prompt + tokens], sizes)[0, prompt:]
 
 
 def loss(model: Any, config: dict[str, Any]) -> float:
