@@ -28,7 +28,7 @@ from kvcache_compress.config import get_method
 from kvcache_compress.storage.packed_store import TailBuffer
 
 ODD: tuple[Any, ...] = (
-    -1, 0, 7, 2**40, 10**5000, 1.5, float("nan"), float("inf"), "x", "x" * 10**6, "", None, [], {}, [1, 2], True
+    -1, 0, 7, 2**40, 10**5000, 1.5, float("nan"), float("inf"), "x", "4", "x" * 10**6, "", None, [], {}, [1, 2], True
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def use(cache: CompressedCache) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_options(method: str, one_era: None) -> None:
+    """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
     base = method_config(method)
     found = []
     for option in get_method(method).Options.model_fields:
@@ -77,6 +78,9 @@ def test_options(method: str, one_era: None) -> None:
                 given = copy.deepcopy(base)
                 given[side] = {**given["keys"], option: value}
                 found.append(outcome(lambda given=given: use(CompressedCache(small_config(), given))))
+                if found[-1] == ACCEPTED and value is not None and option != "center":
+                    kept = getattr(getattr(load_config(given), side).options(), option)
+                    assert all(isinstance(kept, kind) == isinstance(value, kind) for kind in (bool, str))
     refused = [text for text in found if text != ACCEPTED]
     assert len(found) > 50
     assert len(refused) > len(found) / 2
