@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cache_name import with_cache
+from support.cache_name import feed, with_cache
 from support.models.small_model import VOCAB, method_config, small_config, small_model
 from support.recorded_paths import record_paths
 from transformers import CompileConfig, PreTrainedModel
@@ -38,9 +38,8 @@ def test_steps_before_anything_is_packed() -> None:
     logits = []
     for step in (model, compiled):
         cache = CompressedCache(model.config, config)
-        model(input_ids=ids[:, :30], **with_cache(cache))
-        parts = [step(input_ids=ids[:, at : at + 1], **with_cache(cache)).logits for at in range(30, ids.shape[1])]
-        logits.append(torch.cat(parts, 1))
+        feed(model, cache, ids[:, :30])
+        logits.append(feed(step, cache, ids[:, 30:], [1] * 16))
         assert cache.packed_tokens == 32
     torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)
 
@@ -66,23 +65,23 @@ def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch
 
 
 @pytest.mark.parametrize(
-    ("method", "layers", "fused", "capacity"),
-    [("turboquant", 1, True, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
+    ("method", "layers", "fused", "capacity", "steps"),
+    [
+        ("turboquant", 1, True, None, ""),
+        ("commvq", 2, True, 100, ""),
+        ("kivi", 2, False, 100, ""),
+        ("commvq", 1, True, 100, "static_shapes"),
+    ],
 )
-def test_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
-    check_whole_graph(method, layers, fused, capacity)
-
-
-@pytest.mark.usefixtures("static_shapes")
-def test_whole_graph_of_steps_of_static_shapes() -> None:
-    check_whole_graph("commvq", 1, True, 100)
-
-
-def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
+def test_whole_graph(
+    method: str, layers: int, fused: bool, capacity: int | None, steps: str, request: pytest.FixtureRequest
+) -> None:
     """Compile with `fullgraph`, which raises at a graph break; CommVQ's positions are in the graph as well.
 
     The compiled cache has another config object, equal to the model's.
     """
+    if steps:
+        request.getfixturevalue(steps)
     model = small_model(layers)
     if fused:
         enable_fused_attention(model)
@@ -101,11 +100,10 @@ def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | Non
     assert graphs == 1 if capacity else graphs <= 4
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
 def test_generate_compiles_by_itself() -> None:
     model = small_model(1)
     enable_fused_attention(model)
-    options = CompileConfig(mode="default", fullgraph=True)
+    options = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
     options._compile_all_devices = True
     ids = torch.randint(1, VOCAB, (2, 50), generator=torch.Generator().manual_seed(1))
     outputs = []
@@ -127,9 +125,7 @@ def test_chunks_of_compiled_code_count_once() -> None:
     compiled, logits = torch.compile(model.forward, fullgraph=True), []
     for step in (model, compiled):
         cache = CompressedCache(model.config, {**method_config("turboquant", 1), "max_cache_len": 130})
-        model(input_ids=ids[:, :60], **with_cache(cache))
-        rest = ids[:, 60:].split([1, 25, 25, 1, 1], 1)
-        parts = [step(input_ids=part, **with_cache(cache)).logits for part in rest]
-        logits.append(torch.cat(parts, 1))
+        feed(model, cache, ids[:, :60])
+        logits.append(feed(step, cache, ids[:, 60:], [1, 25, 25, 1, 1]))
         assert int(cache.get_seq_length()) == 113
     torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)

@@ -13,7 +13,6 @@ from support.cache_name import with_cache
 from support.files.saved_files import ACCEPTED, config, filled, outcome, states
 from support.models import family_cases
 from support.models.small_model import METHODS, method_config, small_config
-from transformers import Gemma3TextConfig, Qwen3NextConfig
 
 from kvcache_compress import (
     CommVQCache,
@@ -29,7 +28,7 @@ from kvcache_compress.config import get_method
 from kvcache_compress.storage.packed_store import TailBuffer
 
 ODD: tuple[Any, ...] = (
-    -1, 0, 7, 2**40, 10**5000, 1.5, float("nan"), float("inf"), "x", "x" * 10**6, "", None, [], {}, [1, 2], True
+    -1, 0, 7, 2**40, 10**5000, 1.5, float("nan"), float("inf"), "x", "4", "x" * 10**6, "", None, [], {}, [1, 2], True
 )  # fmt: skip
 
 
@@ -70,6 +69,7 @@ def use(cache: CompressedCache) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_options(method: str, one_era: None) -> None:
+    """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
     base = method_config(method)
     found = []
     for option in get_method(method).Options.model_fields:
@@ -78,6 +78,9 @@ def test_options(method: str, one_era: None) -> None:
                 given = copy.deepcopy(base)
                 given[side] = {**given["keys"], option: value}
                 found.append(outcome(lambda given=given: use(CompressedCache(small_config(), given))))
+                if found[-1] == ACCEPTED and value is not None and option != "center":
+                    kept = getattr(getattr(load_config(given), side).options(), option)
+                    assert all(isinstance(kept, kind) == isinstance(value, kind) for kind in (bool, str))
     refused = [text for text in found if text != ACCEPTED]
     assert len(found) > 50
     assert len(refused) > len(found) / 2
@@ -323,14 +326,11 @@ def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.Mon
     assert keys.shape[2] == stored.shape[2] == tokens + 1
 
 
-@pytest.mark.parametrize("first", ["sliding_attention", "linear_attention"])
-def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(first: str) -> None:
+@pytest.mark.parametrize(("family", "first"), [("gemma3", "sliding_attention"), ("qwen3_next", "linear_attention")])
+def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(family: str, first: str) -> None:
     """The error names the refused tokens even if other layers cannot step back: full sliding and linear ones."""
-    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     kinds = [first, "full_attention", "full_attention"]
-    config = {"sliding_attention": Gemma3TextConfig, "linear_attention": Qwen3NextConfig}[first](
-        head_dim=32, sliding_window=16, layer_types=kinds, vocab_size=64, **sizes
-    )
+    config = family_cases.build(family, num_hidden_layers=3, layer_types=kinds).config
     cache = CompressedCache(config, {**TURBOQUANT, "sink_tokens": 0, "recent_tokens": 0})
     good = torch.randn(1, 2, 160, 32)
     attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]

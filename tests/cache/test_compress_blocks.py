@@ -98,22 +98,6 @@ def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, p
     assert set(seen) == {"static"}
 
 
-def test_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-
-    def in_its_own_block() -> str:
-        with compress(model, KIVI) as block:
-            generate(model, prompt)
-            return block.last_cache.compression.keys.method
-
-    with compress(model, TURBOQUANT) as block:
-        expected = generate(model, prompt)
-        assert in_thread(in_its_own_block) == "kivi"
-        block.cache = None
-        assert torch.equal(in_thread(lambda: generate(model, prompt)), expected)
-        assert block.last_cache.compression.keys.method == "turboquant"
-    assert untouched(model)
-
-
 SCRIPTS = {
     "nested blocks": "with a: a, with b: b, end b: a, end a: -",
     "blocks that end in the order of their beginning": "with a: a, with b: b, end a: b, end b: -",

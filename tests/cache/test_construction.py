@@ -1,18 +1,14 @@
 """Caches from arguments of one method, from configs of equal models, and moved between such models."""
 
-import copy
 import inspect
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.models.small_model import VOCAB, method_config, small_config, small_model, statistics
 from support.recorded_paths import record_paths
-from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 import kvcache_compress
 from kvcache_compress import (
@@ -20,7 +16,6 @@ from kvcache_compress import (
     PolarQuantCache,
     SpectralCache,
     TurboQuantCache,
-    disable_fused_attention,
     enable_fused_attention,
 )
 from kvcache_compress.cache.by_method import MethodCache
@@ -61,67 +56,21 @@ def test_options_that_no_cache_has() -> None:
             TurboQuantCache(small_config(), **{name: "none"})
 
 
-PROMPT, STEPS = 60, 4
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(1, VOCAB, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def run(model: Any, cache: CompressedCache, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Logits of a first prompt and of single tokens, and the number of attention calls over packed tokens."""
-    first = [] if cache.get_seq_length() else [PROMPT]
-    parts = ids.split([*first, *[1] * (ids.shape[1] - sum(first))], 1)
-    with record_paths() as taken:
-        logits = [model(input_ids=part, **with_cache(cache)).logits for part in parts]
-    assert cache.packed_tokens > 0
-    return torch.cat(logits, 1), sum(call.path != "decode" for call in taken)
-
-
-def read(model: LlamaForCausalLM, folder: Path) -> PreTrainedConfig:
-    model.config.save_pretrained(folder)
-    return AutoConfig.from_pretrained(folder)
-
-
-OTHERS: dict[str, Callable[[LlamaForCausalLM, Path], PreTrainedConfig]] = {
-    "equal": lambda model, folder: small_config(),
-    "copied": lambda model, folder: copy.deepcopy(model.config),
-    "read": read,
-}
-
-
-@pytest.mark.parametrize("call", [LlamaForCausalLM.__call__, LlamaForCausalLM.forward], ids=["call", "forward"])
-@pytest.mark.parametrize("capacity", [None, 100])
-@pytest.mark.parametrize("other", OTHERS)
-def test_attention_is_fused(
-    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, capacity: int | None, call: Any
-) -> None:
-    """Attention is fused while the switch is on, also if a wrapper calls `forward` and bypasses the model's hooks."""
-    config = {**method_config("turboquant"), "max_cache_len": capacity}
-    foreign = CompressedCache(OTHERS[other](model, tmp_path), config)
-    enable_fused_attention(model)
-    expected = run(model, CompressedCache(model.config, config), ids)
-    assert expected[1] == 2 * STEPS
-    got, fused = run(partial(call, model), foreign, ids)
-    assert torch.equal(got, expected[0])
-    assert fused == expected[1]
-    disable_fused_attention(model)
-    assert run(model, foreign, ids[:, -1:])[1] == 0
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("capacity", [None, 100])
-def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, capacity: int | None, attention: str) -> None:
+@torch.no_grad()
+def test_from_a_model_that_is_fused_to_one_that_is_not(capacity: int | None, attention: str) -> None:
     """A cache moved between two equal models, of which one is fused, gives both the same results."""
     fused, plain = (small_model(attn_implementation=attention) for _ in range(2))
     enable_fused_attention(fused)
-    config = {**method_config("turboquant"), "max_cache_len": capacity}
-    expected, count = run(plain, CompressedCache(plain.config, config), ids)
-    assert count == 0
+    ids = torch.randint(1, VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
+    config, sizes = {**method_config("turboquant"), "max_cache_len": capacity}, [60, 1, 1, 1, 1]
+    expected = feed(plain, CompressedCache(plain.config, config), ids, sizes)
     cache = CompressedCache(fused.config, config)
-    logits = [run(fused, cache, ids[:, : PROMPT + 1])[0], run(plain, cache, ids[:, PROMPT + 1 : PROMPT + 2])[0]]
-    logits.append(run(fused, cache, ids[:, PROMPT + 2 :])[0])
+    logits = [feed(fused, cache, ids[:, :61], [60, 1]), feed(plain, cache, ids[:, 61:62])]
+    with record_paths() as taken:
+        logits.append(feed(fused, cache, ids[:, 62:], [1, 1]))
+    assert cache.packed_tokens > 0
+    assert "decode" not in {call.path for call in taken}
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=0)
-    assert torch.equal(run(plain, CompressedCache(fused.config, config), ids)[0], expected)
+    assert torch.equal(feed(plain, CompressedCache(fused.config, config), ids, sizes), expected)

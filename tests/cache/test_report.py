@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.files.commvq_files import CONTRACT_MODEL
 from support.method_cases import declared
-from support.models.small_model import METHODS, SINKS, method_config
+from support.models.small_model import SINKS, method_config
 from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, TurboQuantCache, load_config
@@ -16,7 +16,6 @@ from kvcache_compress.attention.interface import fused_name
 from kvcache_compress.cache.estimate import cache_bytes, rope_bytes
 from kvcache_compress.storage.packed_store import SLACK
 from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.validation import size_text
 
 BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
 ROWS = BATCH * HEADS
@@ -93,20 +92,13 @@ def test_tails_of_static_layers_count_16_bits() -> None:
     assert narrow.ratio == narrow.full_bytes / narrow.total_bytes
 
 
-def test_prints_a_summary_and_a_row_for_layers_that_are_alike() -> None:
+def test_prints_a_table_and_the_parts_of_what_is_held() -> None:
     report = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8)).memory_report()
-    text = str(report)
-    first, second, third, headings, *_ = text.splitlines()
-    held, full = size_text(report.total_bytes), size_text(report.full_bytes)
-    assert first == f"{held} held, {report.ratio:.2f}x smaller than a full cache in float32 ({full})"
-    assert second == "32 of 60 tokens packed, at 4.25 bits per packed number"
-    assert third == f"{report.bits_per_number:.2f} bits per number over all, dense tokens counted at 16"
-    assert headings.split() == ["layers", "method", "dense", "packed", "used", "held", "bits"]
-    (row,) = (line for line in text.splitlines() if "turboquant" in line)
+    lines = str(report).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    (row,) = (line for line in lines if "turboquant" in line)
     assert row.split()[:4] == ["0", "turboquant", "28", "32"]
-    assert f"{size_text(report.used_bytes)}  " in row
-    assert all(len(line) <= 80 for line in text.splitlines())
-    _, parts = " ".join(text.splitlines()).split("held by part: ")
+    _, parts = " ".join(lines).split("held by part: ")
     scales = {"KiB": 2**10, "MiB": 2**20}
     sizes = [float(part.split()[-2]) * scales[part.split()[-1]] for part in parts.split(", ")]
     assert sum(sizes) == pytest.approx(report.total_bytes, rel=1e-3), "the parts are all that is held"
@@ -133,7 +125,7 @@ def held_bytes(root: Any) -> int:
     return sum(x.untyped_storage().nbytes() for x in found.values())
 
 
-GROWING = {name: method_config(name) for name in METHODS if name != "commvq"} | declared("CONTRACT")
+GROWING = {name: method_config(name) for name in ("turboquant", "kivi")} | declared("CONTRACT")
 
 
 @pytest.mark.parametrize("name", GROWING)

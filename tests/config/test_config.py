@@ -20,9 +20,8 @@ from kvcache_compress import (
 )
 from kvcache_compress.cache.estimate import packed_bits
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.config import BUDGETS, get_method, method_names, register_method
-from kvcache_compress.eval.caches.caches import preset_cache
-from kvcache_compress.validation import parse_size, size_text
+from kvcache_compress.config import BUDGETS, get_method, register_method
+from kvcache_compress.validation import parse_size
 
 FULL = ["full_attention"] * 6
 MODEL = small_config(6, head_dim=64)
@@ -192,14 +191,6 @@ def test_sizes_that_are_none(given: str) -> None:
         parse_size(given, "memory")
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(2**29, "512.0 MiB"), (1.5 * 2**30, "1.50 GiB"), (2**20, "1.00 MiB"), (2**37, "128.0 GiB"), (3072, "3.00 KiB")],
-)
-def test_sizes_in_words(size: float, text: str) -> None:
-    assert size_text(size) == text
-
-
 IDLE = [
     ({"method": "turboquant", "bits": 2, "outlier_fraction": 0.25}, "outlier_fraction", "fractional bits"),
     ({"method": "turboquant", "outlier_fraction": 0.5}, "outlier_fraction", "fractional bits"),
@@ -266,48 +257,6 @@ def test_rules_without_effect() -> None:
         with pytest.raises(ValueError, match=f"layers.0.{name}=3: has an effect only"):
             load_config({**sides, "layers": [{"match": 0, "method": "none", name: 3}]})
         load_config({**sides, "layers": [{"match": 0, "keys": "none", name: 3}]})
-
-
-def test_configs_come_back_as_they_were(tmp_path: Path) -> None:
-    """Configs with every option set survive YAML, a saved cache, `changed` and a cell's description."""
-    keys = {"method": "turboquant", "bits": 2.5, "outlier_fraction": 0.25, "center": "on", "codebook": "uniform"}
-    values = {"method": "turboquant", "bits": 3, "estimator": "prod", "sketch": "gaussian"}
-    rules = [{"match": 0, "keys": {"method": "turboquant", "bits": 4}}, {"match": "1-1", "sink_tokens": 2}]
-    config = load_config({"keys": keys, "values": values, "layers": rules})
-    cache = CompressedCache(small_config(), config)
-    cache.save(tmp_path / "cache")
-    for again in (
-        load_config(yaml.safe_load(as_yaml(config))),
-        CompressedCache.load(tmp_path / "cache", small_config()).compression,
-        load_config(config.model_dump()),
-    ):
-        assert again.plan(["full_attention"] * 3) == config.plan(["full_attention"] * 3)
-        assert CompressedCache(small_config(), again).layers[0].plan.keys.options().bits == 4
-    assert as_yaml(load_config(preset_cache(config.model_dump(), name="x").description)) == as_yaml(config)
-    assert config.changed(sink_tokens=3).sink_tokens == 3
-    assert config.changed(sink_tokens=3).layers == config.layers
-
-
-@pytest.mark.parametrize("method", [name for name in method_names() if name != "none"])
-def test_no_option_takes_another_type(method: str) -> None:
-    """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
-    options = get_method(method).Options
-    numbers = [name for name, field in options.model_fields.items() if _takes(field.annotation, int, float)]
-    booleans = [name for name, field in options.model_fields.items() if _takes(field.annotation, bool)]
-    assert numbers
-    for name in numbers:
-        for value in (True, False, "4", "yes", [True]):
-            with pytest.raises(ValueError, match=f"{name}.*{value!r}".replace("[True]", "True")):
-                load_config({"keys": {"method": method, name: value}, "values": "none"})
-    for name in booleans:
-        for value in (0, 1, 1.0, "yes", "true", "off"):
-            with pytest.raises(ValueError, match=f"{name}={value!r} for {method}: must be a valid boolean"):
-                load_config({"keys": {"method": method, name: value}, "values": "none"})
-
-
-def _takes(annotation: Any, *kinds: type) -> bool:
-    text = str(annotation)
-    return any(annotation is kind or f"{kind.__name__} |" in text or f"[{kind.__name__}," in text for kind in kinds)
 
 
 @pytest.mark.parametrize("value", [True, "16", 3.0, 2**31])

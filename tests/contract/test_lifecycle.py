@@ -118,20 +118,6 @@ def test_16_bits(unfused: Any, tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 @few
-def test_reset_then_reuse(case: Any, ids: torch.Tensor, capacity: int | None) -> None:
-    used, new = case.cache(max_cache_len=capacity), case.cache(max_cache_len=capacity)
-    case.feed(used, ids[:, 100:180], [75, 5])
-    assert used.packed_tokens > 0
-    assert used.batch_size == 2
-    used.reset()
-    assert int(used.get_seq_length()) == used.packed_tokens == 0
-    assert used.batch_size == -1
-    part, sizes = ids[:1, :90], [60, *[2] * 15]
-    assert torch.equal(case.feed(used, part, sizes), case.feed(new, part, sizes))
-    assert used.packed_tokens == new.packed_tokens > 0
-
-
-@few
 def test_sizes_and_tokens(case: Any, ids: torch.Tensor) -> None:
     """A cache reports itself as a dense one does; `keys` and `values` are None before the first token."""
     cache, dense = case.cache(), DynamicCache()

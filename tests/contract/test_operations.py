@@ -210,7 +210,8 @@ class Run:
                 layer.prefetch()
         else:
             self.cache.reset()
-            self.oracle = self.case.oracle()
+            assert self.cache.batch_size == -1
+            self.oracle, self.batch = self.case.oracle(), 1 + self.batch % 2
 
     def compare(self, trace: list[Any]) -> None:
         for layer, twin in zip(self.cache.layers, self.oracle.layers, strict=True):

@@ -18,10 +18,9 @@ from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention import interface as attention
 from kvcache_compress.backends import tiled
 from kvcache_compress.backends.tiled import TILED
-from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.storage.view import View
 
 CAPACITY = 230
 both_kinds_of_steps = pytest.mark.parametrize("capacity", ["static", "static_shapes"], indirect=True)
@@ -265,33 +264,6 @@ def test_a_chunk_takes_memory_for_a_tile(model: Any, capacity: int | None, fused
         attention.attention_forward(model.model.layers[1].self_attn, query, keys, values, mask)
     layer = batch * heads * 1500 * 32 * 4
     assert largest.bytes < layer / 4 if fused else largest.bytes > layer
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool) -> None:
-    """Foreign code gets keys as long as the mask; the model's own attention gets written tokens and a trimmed mask."""
-    layer = CompressedCache(model.config, {**TURBOQUANT, "recent_tokens": 8 if packed else 64, "max_cache_len": 100})
-    layer = layer.layers[1]
-    states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
-    layer.update(states[:, :, :50], states[:, :, :50])
-    keys, values = layer.update(states[:, :, 50:], states[:, :, 50:])
-    assert isinstance(keys, View)
-    assert (keys.packed > 0) == packed
-    assert keys.shape == keys.dense().shape == (2, 2, 100, 32)
-    assert layer.get_mask_sizes(20) == (keys.shape[2], 0)
-    assert keys[:, :, 70:].eq(0).all()
-    whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
-    whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
-    there = keys.stored()
-    assert there.shape[2] == keys.over_tokens(Mask(whole)).tensor.shape[3] == 70
-    assert torch.equal(torch.cat([there, keys[:, :, 70:]], 2), keys.dense())
-    query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, keys.dense(), values.dense(), whole, scale=0.2, enable_gqa=True
-    )
-    module = model.model.layers[1].self_attn
-    got, _ = attention.attention_forward(module, query, keys, values, whole, scaling=0.2)
-    torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("count", [3, 20])

@@ -5,16 +5,15 @@ from typing import Any
 import pytest
 import torch
 from outlier_model import with_outlier_channels
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.models.small_model import VOCAB, small_model
 from support.oracle import assert_close_but_for_flips
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.codecs.transforms import equalization
-from kvcache_compress.storage.static import StaticStorage
 
-PROMPT, CAPACITY = 400, 480
+PROMPT = 400
 METHODS = {
     "turboquant": {"method": "turboquant", "bits": 2},
     "qjl": {"method": "qjl"},
@@ -43,11 +42,8 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 @torch.no_grad()
 def logits(model: Any, cache: Any, prompt: int = PROMPT, tokens: int = 40) -> torch.Tensor:
     """Logits of the tokens after the prompt, step by step and then as a chunk, `[tokens, V]`."""
-    model(IDS[:, :prompt], **with_cache(cache))
-    chunk, stop = prompt + tokens // 4, prompt + tokens
-    steps = [model(IDS[:, at : at + 1], **with_cache(cache)).logits for at in range(prompt, chunk)]
-    rest: torch.Tensor = model(IDS[:, chunk:stop], **with_cache(cache)).logits
-    return torch.cat([*steps, rest], 1)[0]
+    sizes = [prompt, *[1] * (tokens // 4), tokens - tokens // 4]
+    return feed(model, cache, IDS[:, : prompt + tokens], sizes)[0, prompt:]
 
 
 def loss(model: Any, config: dict[str, Any]) -> float:
@@ -75,17 +71,6 @@ def test_backends(config: dict[str, Any], hard: Any) -> None:
         assert "factors" in cache.layers[0].sides["keys"].codec.statistics
     for other in found[1:]:
         assert_close_but_for_flips(other, found[0])
-
-
-@pytest.mark.parametrize("shapes", ["as_growing", "static_shapes"])
-def test_static(config: dict[str, Any], hard: Any, shapes: str, request: pytest.FixtureRequest) -> None:
-    if shapes == "static_shapes":
-        request.getfixturevalue(shapes)
-    config["backend"] = "torch"
-    cache = CompressedCache(hard.config, {**config, "max_cache_len": CAPACITY})
-    found = logits(hard, cache)
-    assert isinstance(cache.layers[0].storage, StaticStorage) == (shapes == "static_shapes")
-    assert_close_but_for_flips(found, logits(hard, CompressedCache(hard.config, config)))
 
 
 def test_keys_alone(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

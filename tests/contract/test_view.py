@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvcache_compress import enable_fused_attention
-from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View
 
 
@@ -140,13 +139,3 @@ def test_views_that_nobody_holds_cost_nothing(filled: Any) -> None:
     assert not released.called
     assert all(len(layer.handed_out._views) == 2 for layer in filled.compressed_layers.values())
     assert filled.packed_tokens > 0
-
-
-def test_attention_to_a_held_view(filled: Any) -> None:
-    held = update(filled, 1, 5)
-    call = AttentionCall.of(torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(2)), scaling=0.2)
-    before = [keys.attend(call, values) for keys, values in zip(held[::2], held[1::2], strict=True)]
-    crop_and_go_on(filled, 50, 60)
-    for keys, values, expected in zip(held[::2], held[1::2], before, strict=True):
-        assert keys.packed > 0
-        torch.testing.assert_close(keys.attend(call, values), expected, atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""Cos and sin of groups: the rows of the right tokens after any steps, and layers that need different ones."""
+"""Cos and sin of groups: the rows of static caches, and layers that need different ones."""
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ from kvcache_compress.storage.shared.rope_track import DTYPE, RopeTrack
 
 LAYERS, PADDED = 3, 5
 SPECTRAL, COMMVQ = (method_config(name, LAYERS) for name in ("spectral", "commvq"))
-SIZES = [1, 2, 1, 60, 1, 16, 16, 16, 33, 1, 1]
-"""Sizes of steps: the first ones end within the sinks, the others cross groups or end with one."""
 
 
 def embeddings(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,41 +21,15 @@ def embeddings(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
 
 
-def extend(track: RopeTrack, start: int, tokens: int) -> None:
-    track.inputs = embeddings(start, tokens)
-    track.extend(start, torch.empty(2, 1, tokens, 1))
-
-
 def expected(first: int, stride: int, rows: int) -> torch.Tensor:
     """Rows that a track of 600 tokens has, `[2, rows, D]`."""
     cos, sin = embeddings(0, 600)
     return torch.cat([x[:, first::stride, : HEAD_DIM // 2] for x in (cos, sin)], -1)[:, :rows].to(DTYPE)
 
 
-def held(track: RopeTrack) -> torch.Tensor:
-    return track.buffer[:, : track.rows(track.tokens)]
-
-
 @pytest.mark.parametrize(("first", "stride"), [(4, 1), (7, 32), (200, 32)])
-def test_rows_belong_to_the_first_tokens_of_groups(first: int, stride: int) -> None:
-    """Steps of any size, and crops into a group, to its start and into the sinks, leave the rows of a single step."""
-    track, tokens = RopeTrack(LlamaConfig(), half_layout(HEAD_DIM), first, stride), 1
-    extend(track, 0, 1)
-    for left in (300, first + 2 * stride + 1, first + stride, first + 1, first, first // 2, 0):
-        track.truncate(left)
-        tokens = min(tokens, left)
-        assert torch.equal(held(track), expected(first, stride, track.rows(tokens)))
-        for size in SIZES:
-            extend(track, tokens, size)
-            tokens += size
-            rows = -(-max(0, tokens - first) // stride)
-            assert torch.equal(held(track), expected(first, stride, rows))
-            assert track.bytes_used() == 2 * rows * HEAD_DIM * 2
-
-
-@pytest.mark.parametrize(("first", "stride"), [(4, 1), (7, 32), (200, 32)])
-def test_static_rows_are_those_of_a_growing_track(first: int, stride: int) -> None:
-    """Steps on the device write the same rows; tokens beyond the capacity, and all that begin no group, write none."""
+def test_static_rows(first: int, stride: int) -> None:
+    """Steps write the rows of groups' first tokens; tokens beyond the capacity, or that begin no group, write none."""
     capacity, states = 128, torch.empty(2, 1, 1, 1)
     track = RopeTrack(LlamaConfig(), half_layout(HEAD_DIM), first, stride)
     track.make_static(capacity, states)
