@@ -204,20 +204,27 @@ def cpu_table(result: dict[str, Any]) -> str:
     return f"{table}\n\n{where}; `{result['command']}`."
 
 
-def batching_table() -> str:
-    """Table of what continuous batching holds and does, by memory and cache."""
+def serving_table() -> str:
+    """Table of what a server with each cache holds and does, by memory."""
     lines, dense = [], 0.0
-    for line in (RESULTS / "batching.jsonl").read_text("utf-8").splitlines():
+    for line in (RESULTS / "serving.jsonl").read_text("utf-8").splitlines():
         row = json.loads(line)
         dense = row["tokens/s"] if row["cache"] == "dense" else dense
-        first, following = row["first token ms"], row["next token ms"]
-        name = "full, bfloat16" if row["cache"] == "dense" else f"`{row['cache']}`"
+        first, following = row["first token s"], row["next token ms"]
         lines.append([
-            row["memory"], name, str(row["requests"]), f"{row['tokens']:,}",
-            f"{row['tokens/s']:.0f} ({row['tokens/s'] / dense:.1f}x)", f"{first['median'] / 1000:.0f} s",
-            f"{following['median']} / {following['p95']} ms",
+            row["memory"], "`transformers serve`" if row["cache"] == "dense" else f"`{row['cache']}`",
+            str(row["requests"]), f"{row['tokens/s']:.0f} ({row['tokens/s'] / dense:.1f}x)",
+            f"{first['median']:.0f} / {first['last']:.0f} s",
+            " / ".join(str(following[name]) for name in ("median", "p95", "p99")) + " ms",
         ])  # fmt: skip
-    heads = ["memory", "cache", "requests", "tokens", "tokens/s", "first token", "next token, median / 95 %"]
+    heads = [
+        "memory",
+        "cache",
+        "requests",
+        "tokens/s",
+        "first token, median / last",
+        "next token, median / 95 % / 99 %",
+    ]
     return markdown_table(heads, lines, (0, 1))
 
 
@@ -249,7 +256,7 @@ def pages() -> dict[Path, str]:
         },
         "docs/guides/presets.md": {"memory": memory_table()},
         "docs/guides/cpu.md": {"cpu": cpu_table(cpu)},
-        "docs/guides/batching.md": {"batching": batching_table()},
+        "docs/guides/serve.md": {"serving": serving_table()},
         "docs/guides/tune.md": {"tuned": tuned_table(), "bytes": bytes_table()},
     }
     found = {ROOT / path: render((ROOT / path).read_text("utf-8"), parts) for path, parts in texts.items()}
