@@ -67,6 +67,10 @@ def use(cache: CompressedCache) -> None:
         assert layer.values.isfinite().all()
 
 
+def assert_same_kind(kept: Any, value: Any) -> None:
+    assert all(isinstance(kept, kind) == isinstance(value, kind) for kind in (bool, str))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_options(method: str, one_era: None) -> None:
     """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
@@ -79,8 +83,7 @@ def test_options(method: str, one_era: None) -> None:
                 given[side] = {**given["keys"], option: value}
                 found.append(outcome(lambda given=given: use(CompressedCache(small_config(), given))))
                 if found[-1] == ACCEPTED and value is not None and option != "center":
-                    kept = getattr(getattr(load_config(given), side).options(), option)
-                    assert all(isinstance(kept, kind) == isinstance(value, kind) for kind in (bool, str))
+                    assert_same_kind(getattr(getattr(load_config(given), side).options(), option), value)
     refused = [text for text in found if text != ACCEPTED]
     assert len(found) > 50
     assert len(refused) > len(found) / 2
@@ -94,6 +97,8 @@ def test_fields_of_a_configuration() -> None:
             if (name, value) != ("max_cache_len", 7):  # which is used up by the first prompt
                 given = {**method_config("turboquant"), name: value}
                 found.append(outcome(lambda given=given: use(CompressedCache(small_config(), given))))
+                if found[-1] == ACCEPTED and name not in ("keys", "values"):
+                    assert_same_kind(getattr(load_config(given), name), value)
     assert len(found) > 100
     assert found.count(ACCEPTED) < 25
 
