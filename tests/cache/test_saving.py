@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.files.commvq_files import FOLDER, random_codebooks
 from support.files.saved_files import Change, changed, config, filled, states
 from support.models import family_cases
@@ -188,17 +188,13 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
 def continued(model: Any, cache: CompressedCache, path: Path, *steps: int) -> CompressedCache:
     """Save a cache after 71 tokens and load it; the steps that follow are equal with both. Returns the loaded one."""
     ids = torch.randint(1, family_cases.VOCAB, (2, 71 + sum(steps)), generator=torch.Generator().manual_seed(1))
-    prompt, step, *following = ids.split([70, 1, *steps], 1)
     with torch.no_grad():
-        for part in (prompt, step):
-            model(input_ids=part, **with_cache(cache))
+        feed(model, cache, ids[:, :71], [70, 1])
         assert cache.packed_tokens > 0
         cache.save(path)
         loaded = CompressedCache.load(path, model.config)
         assert int(loaded.get_seq_length()) == 71
-        for part in following:
-            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
-            assert torch.equal(got, expected)
+        assert torch.equal(*(feed(model, one, ids[:, 71:], list(steps)) for one in (loaded, cache)))
     return loaded
 
 
