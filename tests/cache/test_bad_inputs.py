@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.files.saved_files import ACCEPTED, config, filled, outcome, states
+from support.files.saved_files import ACCEPTED, config, fill, filled, outcome, states
 from support.models import family_cases
 from support.models.small_model import METHODS, method_config, small_config
 
@@ -215,11 +215,8 @@ OPERATIONS = [
 def test_operations(cache: CompressedCache, method: str, name: str, argument: Any, first: str) -> None:
     """Wrong operations are refused before any layer is changed, whichever layer comes first."""
     if first == "not compressed":
-        cache = CompressedCache(
-            config(), {**cache.compression.model_dump(), "layers": [{"match": 0, "method": "none"}]}
-        )
-        for index in range(4):
-            cache.update(*states(60, index), index)
+        rules = [{"match": 0, "method": "none"}]
+        cache = fill(CompressedCache(config(), {**cache.compression.model_dump(), "layers": rules}))
     before = contents(cache)
     assert outcome(lambda: getattr(cache, method)(argument)) != ACCEPTED
     assert same(contents(cache), before)

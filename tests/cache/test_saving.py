@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from support.cache_name import feed
 from support.files.commvq_files import FOLDER, random_codebooks
-from support.files.saved_files import Change, changed, config, filled, states
+from support.files.saved_files import Change, changed, config, fill, filled, states
 from support.models import family_cases
 from support.models.ranks import as_process
 from support.models.small_model import HEAD_DIM, HEADS, codebooks, method_config, small_config
@@ -151,10 +151,7 @@ def test_shares_of_tensor_parallelism(tmp_path: Path) -> None:
 
 def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
     """A class of one method loads only files of its method; its constructor's own arguments do not matter."""
-    saved = KIVICache(config(), bits=4)
-    for index in range(4):
-        saved.update(*states(200, index), index)
-    assert saved.packed_tokens > 0
+    saved = fill(KIVICache(config(), bits=4), 200)
     saved.save(tmp_path / "kivi")
     for chosen in (KIVICache, CompressedCache):
         loaded = chosen.load(tmp_path / "kivi", config())
@@ -170,10 +167,7 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
     own = {"method": "commvq", "codebooks": str(here)}
     rules = [{"match": 0, "keys": own, "values": own}, {"match": 1, "values": own}]
     some = {**method_config("turboquant"), "layers": rules}
-    cache = CompressedCache(small_config(3), some)
-    for index in range(3):
-        cache.update(*states(60, index), index)
-    assert cache.packed_tokens > 0
+    cache = fill(CompressedCache(small_config(3), some))
     cache.save(tmp_path / "x")
     here.rename(there)
     refuses(tmp_path / "x", "codebooks='.*here.safetensors' for commvq: no such file", small_config(3))

@@ -21,6 +21,8 @@ from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS
 from kvcache_compress.storage.static import StaticStorage
 
 SINKS, RECENT, LAYERS = 4, 16, 3
+SIDE = {"method": "turboquant", "bits": 6}
+WIDE = {"keys": SIDE, "values": SIDE, "sink_tokens": SINKS, "recent_tokens": RECENT}
 PLAIN: dict[str, Any] = {"method": "turboquant", "bits": 2, "center": "off", "equalize": "off"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "turboquant": {"keys": PLAIN, "values": {"method": "turboquant", "bits": 3}},
@@ -137,8 +139,7 @@ def test_generate(
     """`generate` with long drafts gives the tokens of plain decoding."""
     if kind == "static shapes":
         request.getfixturevalue("static_shapes")
-    side = {"method": "turboquant", "bits": 6}
-    config = {"keys": side, "values": side, "sink_tokens": SINKS, "recent_tokens": RECENT, **KINDS[kind]}
+    config = {**WIDE, **KINDS[kind]}
     prompt = ids[:1, :75].repeat(1, 2)
     sizes = []
     with compress(tiny_model, config):
@@ -159,8 +160,6 @@ def test_generate(
     assert torch.equal(*found)
 
 
-SIDE = {"method": "turboquant", "bits": 6}
-WIDE = {"keys": SIDE, "values": SIDE, "sink_tokens": 4, "recent_tokens": 16}
 newest = pytest.mark.skipif(
     not hasattr(cache_utils, "DFlashCache"), reason="this version of Transformers has no MTP and DFlash"
 )
