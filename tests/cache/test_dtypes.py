@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,8 @@ def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (2, sum(SIZES)), generator=torch.Generator().manual_seed(0))
 
 
-def bf16() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 Context = Callable[[], AbstractContextManager[Any]]
+bf16: Context = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
 def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor, contexts: list[Context] | None = None) -> Any:

@@ -103,10 +103,7 @@ def test_damaged_files(path: Path, tmp_path: Path) -> None:
     ],
 )
 def test_another_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
-    cache.update(*states(60), 0)
-    assert cache.packed_tokens > 0
-    cache.save(tmp_path / "x")
+    fill(TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)).save(tmp_path / "x")
     other = small_config(**{"layers": 4, **changes})
     refuses(tmp_path / "x", message, other)
     if list(changes) == ["name_or_path"]:
