@@ -21,6 +21,7 @@ from kvcache_compress import (
 from kvcache_compress.cache.estimate import packed_bits
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.config import BUDGETS, get_method, register_method
+from kvcache_compress.eval.caches.caches import preset_cache
 from kvcache_compress.validation import parse_size
 
 FULL = ["full_attention"] * 6
@@ -39,6 +40,7 @@ def test_preset(name: str, tmp_path: Path) -> None:
     path.write_text(config.to_yaml())
     assert load_config(path) == load_config(str(path)) == config
     assert load_config(yaml.safe_load(config.to_yaml())) == config
+    assert load_config(preset_cache(config.model_dump(), name="x").description).to_yaml() == config.to_yaml()
     if name.startswith("commvq"):
         with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
             CompressedCache(MODEL, name)
