@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.models.small_model import VOCAB, method_config, small_config, small_model
 from support.recorded_paths import record_paths
 
@@ -54,10 +54,9 @@ def test_a_cache_runs_on_it(even: EvenBits, static: bool) -> None:
     for name in ("torch", "even"):
         config = {**method_config("kivi"), "backend": name} | ({"max_cache_len": 100} if static else {})
         cache = CompressedCache(model.config, config)
-        model(input_ids=ids, **with_cache(cache))
+        feed(model, cache, ids)
         with record_paths() as taken:
-            steps = [model(input_ids=ids[:, i : i + 1], **with_cache(cache)).logits for i in range(40)]
-        logits[name] = torch.stack(steps)
+            logits[name] = feed(model, cache, ids[:, :40], [1] * 40)
         assert {path for path, _ in taken} == {name}
     torch.testing.assert_close(logits["even"], logits["torch"], atol=0, rtol=0)
     assert cache.packed_tokens > 60

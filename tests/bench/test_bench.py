@@ -58,8 +58,9 @@ def test_both_calls_are_compared(wrong: int) -> None:
     assert found.error == pytest.approx(0.01, rel=1e-3)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
-    """Make a row of attention's results wrong."""
+@pytest.mark.parametrize(("row", "factor"), [(2, 1.01), (0, NAN)])
+def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
+    """Wrong or infinite results are detected, the latter in any row, even if it is not compared."""
     attend = View.attend
 
     def attend_wrongly(*arguments: Any) -> torch.Tensor:
@@ -68,12 +69,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
         return out
 
     monkeypatch.setattr(View, "attend", attend_wrongly)
-
-
-@pytest.mark.parametrize(("row", "factor"), [(2, 1.01), (0, NAN)])
-def test_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
-    """Wrong or infinite results are detected, the latter in any row, even if it is not compared."""
-    spoil(monkeypatch, row, factor)
     ours = decode.compressed_time("kivi-2bit", TINY, 3, 64, CPU, torch.float32, 1)
     assert "attention differs by" in str(ours["invalid"])
     assert (ours["attention_error"] is None) == (factor != factor)

@@ -1,9 +1,9 @@
 """`compress` without a block, overlapping blocks, cache options of `generate` calls meanwhile, and early exit."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -42,19 +42,8 @@ def untouched(model: LlamaForCausalLM) -> bool:
 
 
 def in_thread(task: Callable[[], Any]) -> Any:
-    """Run a task in another thread and return its result or exception."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(task())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(timeout=120)
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(task).result(timeout=120)
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "generation_config", "cache_implementation"])

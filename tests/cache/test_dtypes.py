@@ -1,12 +1,15 @@
 """Models in 16 bits, autocast in all orders, and one config object in several threads."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from threading import Thread
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cache_name import feed as feed_steps
 from support.cache_name import with_cache
 from support.kernels.device import INTERPRETED
 from support.models.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
@@ -27,11 +30,8 @@ def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (2, sum(SIZES)), generator=torch.Generator().manual_seed(0))
 
 
-def bf16() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 Context = Callable[[], AbstractContextManager[Any]]
+bf16: Context = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
 def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor, contexts: list[Context] | None = None) -> Any:
@@ -61,12 +61,17 @@ def both_ways(model: LlamaForCausalLM, name: str, ids: torch.Tensor, contexts: A
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", METHODS)
-def test_16_bit_models(name: str, dtype: torch.dtype, ids: torch.Tensor) -> None:
-    """Fused and not fused agree to the dtype's rounding, through two layers; `generate` runs in both."""
+def test_16_bit_models(name: str, dtype: torch.dtype, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Fused and not fused agree to the dtype's rounding, through two layers; saved caches go on; `generate` runs."""
     model = small_model().to(dtype)
     (plain, fused), caches = both_ways(model, name, ids)
     assert {layer.keys.dtype for cache in caches for layer in cache.layers} == {dtype}
     assert rms_error(fused, plain) < SEARCHED.get(name, 2 * ROUNDING[dtype])
+    caches[1].save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model.config)
+    assert {layer.keys.dtype for layer in loaded.layers} == {dtype}
+    with torch.no_grad():
+        assert torch.equal(*(feed_steps(model, one, ids[:, :42], [1, 1, 40]) for one in (loaded, caches[1])))
     exact = small_model()
     lost = rms_error(feed(exact, CompressedCache(exact.config, method_config(name)), ids), plain)
     assert lost < LOST.get(name, 0.03)
@@ -142,16 +147,9 @@ def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:
         return output, handle.last_cache.packed_tokens
 
     alone = [generate(model) for model in models]
-    together: dict[int, Any] = {}
-    threads = [
-        Thread(target=lambda i=i, model=model: together.update({i: generate(model)}))  # type: ignore[misc]
-        for i, model in enumerate(models)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(generate, models))
     assert not torch.equal(alone[0][0], alone[1][0])
-    for i, (output, packed) in enumerate(alone):
-        assert torch.equal(together[i][0], output)
-        assert together[i][1] == packed == 64
+    for (output, packed), (expected, _) in zip(together, alone, strict=True):
+        assert torch.equal(output, expected)
+        assert packed == 64

@@ -14,12 +14,12 @@ from transformers import LlamaForCausalLM
 from kvcache_compress import compress
 
 
-def generations(model: LlamaForCausalLM, prompt: dict[str, Any], count: int, fused: bool) -> list[Any]:
+def generations(model: LlamaForCausalLM, count: int, fused: bool) -> list[Any]:
     """Weak references to the caches of this many calls."""
-    caches = []
+    caches, ids = [], torch.randint(1, VOCAB, (2, 80), generator=torch.Generator().manual_seed(1))
     with compress(model, mixed_config(), fused=fused) as handle:
         for _ in range(count):
-            model.generate(**prompt, max_new_tokens=3, do_sample=False)
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
             assert handle.last_cache.packed_tokens > 0
             caches.append(weakref.ref(handle.last_cache))
     return caches
@@ -39,13 +39,11 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_generations_leave_nothing(model: LlamaForCausalLM, fused: bool) -> None:
-    ids = torch.randint(1, VOCAB, (2, 80), generator=torch.Generator().manual_seed(1))
-    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    generations(model, prompt, 2, fused)
+    generations(model, 2, fused)
     before = live_bytes()
     gc.disable()
     try:
-        caches = generations(model, prompt, 5, fused)
+        caches = generations(model, 5, fused)
         assert len(caches) == 5
         assert not any(cache() for cache in caches)
     finally:

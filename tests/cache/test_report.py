@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.files.commvq_files import CONTRACT_MODEL
 from support.method_cases import declared
-from support.models.small_model import SINKS, method_config
+from support.models.small_model import SINKS, method_config, small_config
 from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, TurboQuantCache, load_config
@@ -19,9 +19,7 @@ from kvcache_compress.storage.static import StaticStorage
 
 BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
 ROWS = BATCH * HEADS
-CONFIG = LlamaConfig(
-    num_hidden_layers=1, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=HEADS
-)
+CONFIG = small_config(1, head_dim=DIM)
 
 
 def filled(cache: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Any:
@@ -60,7 +58,7 @@ def test_turboquant_by_hand() -> None:
 
 
 def test_layers_that_are_not_ours() -> None:
-    config = LlamaConfig(num_hidden_layers=3, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
+    config = small_config(3, head_dim=DIM)
     rules = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
     cache = CompressedCache(config, {**rules, "sink_tokens": 0, "recent_tokens": 0})
     empty = cache.memory_report()

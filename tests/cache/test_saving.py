@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from support.cache_name import with_cache
+from support.cache_name import feed
 from support.files.commvq_files import FOLDER, random_codebooks
-from support.files.saved_files import Change, changed, config, filled, states
+from support.files.saved_files import Change, changed, config, fill, filled, states
 from support.models import family_cases
 from support.models.ranks import as_process
 from support.models.small_model import HEAD_DIM, HEADS, codebooks, method_config, small_config
@@ -103,10 +103,7 @@ def test_damaged_files(path: Path, tmp_path: Path) -> None:
     ],
 )
 def test_another_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
-    cache.update(*states(60), 0)
-    assert cache.packed_tokens > 0
-    cache.save(tmp_path / "x")
+    fill(TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)).save(tmp_path / "x")
     other = small_config(**{"layers": 4, **changes})
     refuses(tmp_path / "x", message, other)
     if list(changes) == ["name_or_path"]:
@@ -151,10 +148,7 @@ def test_shares_of_tensor_parallelism(tmp_path: Path) -> None:
 
 def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
     """A class of one method loads only files of its method; its constructor's own arguments do not matter."""
-    saved = KIVICache(config(), bits=4)
-    for index in range(4):
-        saved.update(*states(200, index), index)
-    assert saved.packed_tokens > 0
+    saved = fill(KIVICache(config(), bits=4), 200)
     saved.save(tmp_path / "kivi")
     for chosen in (KIVICache, CompressedCache):
         loaded = chosen.load(tmp_path / "kivi", config())
@@ -170,10 +164,7 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
     own = {"method": "commvq", "codebooks": str(here)}
     rules = [{"match": 0, "keys": own, "values": own}, {"match": 1, "values": own}]
     some = {**method_config("turboquant"), "layers": rules}
-    cache = CompressedCache(small_config(3), some)
-    for index in range(3):
-        cache.update(*states(60, index), index)
-    assert cache.packed_tokens > 0
+    cache = fill(CompressedCache(small_config(3), some))
     cache.save(tmp_path / "x")
     here.rename(there)
     refuses(tmp_path / "x", "codebooks='.*here.safetensors' for commvq: no such file", small_config(3))
@@ -188,17 +179,13 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
 def continued(model: Any, cache: CompressedCache, path: Path, *steps: int) -> CompressedCache:
     """Save a cache after 71 tokens and load it; the steps that follow are equal with both. Returns the loaded one."""
     ids = torch.randint(1, family_cases.VOCAB, (2, 71 + sum(steps)), generator=torch.Generator().manual_seed(1))
-    prompt, step, *following = ids.split([70, 1, *steps], 1)
     with torch.no_grad():
-        for part in (prompt, step):
-            model(input_ids=part, **with_cache(cache))
+        feed(model, cache, ids[:, :71], [70, 1])
         assert cache.packed_tokens > 0
         cache.save(path)
         loaded = CompressedCache.load(path, model.config)
         assert int(loaded.get_seq_length()) == 71
-        for part in following:
-            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
-            assert torch.equal(got, expected)
+        assert torch.equal(*(feed(model, one, ids[:, 71:], list(steps)) for one in (loaded, cache)))
     return loaded
 
 
@@ -215,13 +202,11 @@ def test_other_layers(family: str, tmp_path: Path) -> None:
         refuses(changed(tmp_path / "x", _attribute(index, "sliding_window", 8)), "sliding_window is 8", model.config)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_static_layers(family: str, tmp_path: Path) -> None:
+def test_static_layers(tmp_path: Path) -> None:
     """A cache with `max_cache_len`, beside static layers that slide, continues as it would have."""
-    model = family_cases.model(family)
-    config = family_cases.method_config(family, "commvq" if family == "llama" else "turboquant")
-    cache = CompressedCache(model.config, config.model_copy(update={"max_cache_len": 100}))
-    continued(model, cache, tmp_path / "x", 1, 1, 1, 1, 1, 14)
+    model = family_cases.model("gemma3")
+    config = family_cases.method_config("gemma3", "turboquant").changed(max_cache_len=100)
+    continued(model, CompressedCache(model.config, config), tmp_path / "x", 1, 1, 1, 1, 1, 14)
 
 
 def test_layers_that_cannot_be_saved(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from transformers.cache_utils import Cache
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS
 from kvcache_compress.storage.static import StaticStorage
 
 SINKS, RECENT, LAYERS = 4, 16, 3
+SIDE = {"method": "turboquant", "bits": 6}
+WIDE = {"keys": SIDE, "values": SIDE, "sink_tokens": SINKS, "recent_tokens": RECENT}
 PLAIN: dict[str, Any] = {"method": "turboquant", "bits": 2, "center": "off", "equalize": "off"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "turboquant": {"keys": PLAIN, "values": {"method": "turboquant", "bits": 3}},
@@ -116,20 +118,6 @@ def test_steps_of_static_shapes_go_on_after_drafts(static_shapes: None) -> None:
     assert run_drafts({**config, "backend": "torch"}, 60, 20, rounds) >= 96
 
 
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Packed tokens that crops cut, which ought to stay empty."""
-    found: list[int] = []
-    crop = SideState.crop
-
-    def watched(state: SideState, sinks: int, packed: int, group: int) -> None:
-        found.append(packed)
-        crop(state, sinks, packed, group)
-
-    monkeypatch.setattr(SideState, "crop", watched)
-    return found
-
-
 def drafts(way: str, assistant: Any, count: int) -> dict[str, Any]:
     if way == "prompt-lookup":
         return {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": 1}
@@ -146,20 +134,12 @@ def drafts(way: str, assistant: Any, count: int) -> dict[str, Any]:
      ("prompt-lookup", 64, "static shapes")],
 )  # fmt: skip
 def test_generate(
-    tiny_model: Any,
-    assistant: Any,
-    ids: torch.Tensor,
-    cut: list[int],
-    way: str,
-    count: int,
-    kind: str,
-    request: pytest.FixtureRequest,
+    tiny_model: Any, assistant: Any, ids: torch.Tensor, way: str, count: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """`generate` with long drafts gives the tokens of plain decoding, and crops no packed token."""
+    """`generate` with long drafts gives the tokens of plain decoding."""
     if kind == "static shapes":
         request.getfixturevalue("static_shapes")
-    side = {"method": "turboquant", "bits": 6}
-    config = {"keys": side, "values": side, "sink_tokens": SINKS, "recent_tokens": RECENT, **KINDS[kind]}
+    config = {**WIDE, **KINDS[kind]}
     prompt = ids[:1, :75].repeat(1, 2)
     sizes = []
     with compress(tiny_model, config):
@@ -177,12 +157,9 @@ def test_generate(
                 tiny_model(one, **with_cache(cache))
             assert cache.packed_tokens == (int(cache.get_seq_length()) - 1 - SINKS - RECENT) // 32 * 32 > 128
     assert any(MAX_DECODE_TOKENS < size <= MAX_DRAFT_TOKENS for size in sizes)
-    assert not cut
     assert torch.equal(*found)
 
 
-SIDE = {"method": "turboquant", "bits": 6}
-WIDE = {"keys": SIDE, "values": SIDE, "sink_tokens": 4, "recent_tokens": 16}
 newest = pytest.mark.skipif(
     not hasattr(cache_utils, "DFlashCache"), reason="this version of Transformers has no MTP and DFlash"
 )

@@ -101,22 +101,6 @@ def test_goes_on_bit_for_bit(case: Any, ids: torch.Tensor, tmp_path: Path, way: 
         assert all(torch.equal(*both) for both in zip(now, rows, strict=True)), "packed tokens never change"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits(unfused: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    cache = unfused.cache()
-    x = torch.randn(2, 2, 2, 150, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    prompt, rest = x.split([90, 60], 3)
-    for index in range(len(cache.layers)):
-        cache.update(*prompt, index)
-    assert cache.packed_tokens > 0
-    loaded = reloaded(cache, tmp_path, unfused.model.config)
-    assert_same(cache, loaded)
-    assert {layer.keys.dtype for layer in loaded.layers} == {dtype}
-    for index in range(len(cache.layers)):
-        got, expected = loaded.update(*rest, index), cache.update(*rest, index)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 @few
 def test_sizes_and_tokens(case: Any, ids: torch.Tensor) -> None:
     """A cache reports itself as a dense one does; `keys` and `values` are None before the first token."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.oracle import CONFIGS, FLIPPED, KINDS, TOLERANCE, assert_close_but_for_flips, examples, label
+from support.oracle import CONFIGS, FLIPPED, KINDS, TOLERANCE, assert_close_but_for_flips, examples, few, label
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
@@ -91,7 +91,7 @@ def check(case: Any, ids: torch.Tensor, steps: tuple[Any, ...], padding: int = 0
     oracle = case.oracle(**changes)
     ids = torch.cat([ids, ids.flip(1)]).repeat(1, 2)
     got, expected = (play(case, one, ids, steps, padding) for one in (cache, oracle))
-    flips = chunks or padding or "max_cache_len" in changes or case.name == "spectral-prefill"
+    flips = chunks or padding or changes or case.name == "spectral-prefill"
     close = assert_close_but_for_flips if flips else partial(torch.testing.assert_close, **TOLERANCE)
     close(got, expected)
     for layer, twin in zip(cache.layers, oracle.layers, strict=True):
@@ -126,6 +126,20 @@ def test_static(case: Any, ids: torch.Tensor, name: str, capacity: int) -> None:
 @pytest.mark.parametrize("case", [(name, True) for name in CONFIGS if name not in KINDS], indirect=True, ids=label)
 def test_every_configuration(case: Any, ids: torch.Tensor) -> None:
     check(case, ids, EVERY, padding=9)
+
+
+@few
+@pytest.mark.parametrize(
+    ("steps", "changes", "packed"),
+    [
+        ((60, *[2] * 25), {"quantize_generated": False}, 32),
+        ((60, *[2] * 25, 17), {"quantize_generated": False}, 96),
+        ((64, *[2] * 17), {"sink_tokens": 0, "recent_tokens": 0, "layers": []}, 96),
+    ],
+    ids=["generated tokens stay dense", "until a chunk comes", "no sinks, no window"],
+)
+def test_windows(case: Any, ids: torch.Tensor, steps: tuple[int, ...], changes: dict[str, Any], packed: int) -> None:
+    assert check(case, ids, steps, **changes).packed_tokens == packed
 
 
 BOTH = ("keys", "values")

@@ -5,29 +5,10 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.oracle import assert_close_but_for_flips, few, label
+from support.oracle import label
 from support.recorded_paths import record_paths
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
-
-
-@few
-@pytest.mark.parametrize(
-    ("sizes", "changes", "packed"),
-    [
-        ([60] + [2] * 25, {"quantize_generated": False}, 32),
-        ([60] + [2] * 25 + [17], {"quantize_generated": False, "backend": "torch"}, 96),
-        ([64] + [2] * 17, {"sink_tokens": 0, "recent_tokens": 0, "layers": []}, 96),
-    ],
-    ids=["generated tokens stay dense", "until a chunk comes", "no sinks, no window"],
-)
-def test_windows(case: Any, ids: torch.Tensor, sizes: list[int], changes: dict[str, Any], packed: int) -> None:
-    cache, oracle = case.cache(**changes), case.oracle(**changes)
-    assert_close_but_for_flips(*(case.feed(one, ids[:, : sum(sizes)], sizes) for one in (cache, oracle)))
-    assert cache.packed_tokens == packed
-    assert [layer.packed_tokens for layer in cache.compressed_layers.values()] == [
-        layer.packed for layer in oracle.layers
-    ]
 
 
 def test_path_is_taken(case: Any, ids: torch.Tensor) -> None:

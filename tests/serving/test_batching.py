@@ -319,7 +319,8 @@ def test_a_manager_starts_again_with_the_same_pool(model: Any) -> None:
 
 def test_replaced_blocks_end_their_managers(model: Any) -> None:
     first = compress(model, method_config("turboquant"), memory="400KiB", statistics=TEXT)
-    model.generate_batch(prompts((20,)), continuous_batching_config=batching(), persistent_manager=True)
+    config = batching(num_blocks=4, page_size=64, max_batch_tokens=128)
+    model.generate_batch(prompts((20,)), continuous_batching_config=config, persistent_manager=True)
     compress(model, method_config("kivi")).stop()
     first.stop()
     assert not hasattr(model, "_cached_continuous_batching_manager")

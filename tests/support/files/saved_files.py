@@ -40,12 +40,16 @@ def states(tokens: int, seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, to
     return keys, values
 
 
-def filled(tokens: int = 60) -> CompressedCache:
-    cache = CompressedCache(config(), some_config())
-    for index in range(4):
+def fill(cache: CompressedCache, tokens: int = 60) -> Any:
+    """Give every layer as many tokens, and return the cache."""
+    for index in range(len(cache.layers)):
         cache.update(*states(tokens, index), index)
     assert cache.packed_tokens > 0 or tokens < 60
     return cache
+
+
+def filled(tokens: int = 60) -> Any:
+    return fill(CompressedCache(config(), some_config()), tokens)
 
 
 def changed(path: Path, change: Change, honest: bool = True, name: Path | None = None) -> Path:
