@@ -15,6 +15,7 @@ import pytest
 from support.models.saved_model import saved_model
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra `ray`)")
+pytest.importorskip("transformers", minversion="5.24", reason="the server is that of Transformers 5.24")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 

@@ -29,6 +29,8 @@ from kvcache_compress.serving.metrics import Metrics
 from kvcache_compress.serving.sampling import Sampling
 from kvcache_compress.serving.verify import Verifier
 
+pytest.importorskip("transformers", minversion="5.24", reason="the server is that of Transformers 5.24")
+
 CONFIG = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "kivi", "bits": 4}}
 CONFIG |= {"sink_tokens": 4, "recent_tokens": 8}
 KEY = "a key"
