@@ -3,9 +3,9 @@
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
-import httpx
 from openai import OpenAI
 
 MODEL = "smollm2-135m"
@@ -33,9 +33,9 @@ def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
     """Wait until a server answers; raises `RuntimeError` if it has stopped instead."""
     while True:
         try:
-            httpx.get(address).raise_for_status()
+            urllib.request.urlopen(address).close()
             return
-        except httpx.HTTPError:
+        except OSError:
             if server.poll() is not None:
                 raise RuntimeError("the server did not start") from None
             time.sleep(0.2)
