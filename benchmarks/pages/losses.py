@@ -41,7 +41,7 @@ def cells_of(table: Table, benchmark: str) -> dict[str, Cell]:
 
 
 Columns = dict[str, Callable[[Row], str]]
-"""What the columns of a table say of a cache, by their heads."""
+"""Columns of a table of caches: the function that writes a cell, by heading."""
 BITS: Columns = {"bits": lambda row: bits_text(row.packed_bits)}
 
 

@@ -1,4 +1,4 @@
-"""Transformers' OpenAI-compatible server over compressed pages: its private names, and what each request gets.
+"""Transformers' OpenAI-compatible server over compressed pages. All private names of that server are used here.
 
 `Server` starts the engine and builds the app. `Requests` admits and counts requests, whose prompts are tokens by then.
 """

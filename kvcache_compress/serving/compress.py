@@ -165,13 +165,15 @@ def compress(
 
     Raises:
         ValueError: `CompressedCache` refuses the model or the config, the model always uses a cache of its own (PEFT's
-            prefix tuning), or `memory` is not a size.
+            prefix tuning), `memory` is not a size, or weights are offloaded where there is a `prefix_store`.
     """
     inner = compressible(model)
     config = load_config(compression)
     CompressedCache(inner.config, config)
     text = None if statistics is None else torch.as_tensor(statistics).flatten()
     bytes_of(memory)
+    if prefix_store is not None and any(p.is_meta for p in inner.parameters()):
+        raise ValueError("prefix_store: some weights are offloaded, so this model cannot be told from others; drop it")
     store = PrefixStore(prefix_store) if isinstance(prefix_store, str | Path) else prefix_store
     return Compression(inner, config, fused, memory, text, store)
 

@@ -1,4 +1,4 @@
-"""What stands before the server's app: keys, sizes, settings that cannot be met, clients that leave, and the log."""
+"""ASGI middleware before the server's app: checks keys, sizes and settings, notices clients that leave, and logs."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ class Body(BaseModel):
 
 @dataclass
 class Record:
-    """What is known of a request in flight."""
+    """State of a request in flight."""
 
     body: Body
     begin: float = field(default_factory=time.perf_counter)
@@ -108,7 +108,7 @@ def refusal(status: int, message: str, headers: dict[str, str] | None = None) ->
 
 
 def problems(error: ValidationError | RequestValidationError) -> str:
-    """What is wrong with each field, in one line."""
+    """Format a validation error as one line, with a clause per field."""
     found = []
     for one in error.errors():
         unsupported = one["type"] in ("none_required", "literal_error")

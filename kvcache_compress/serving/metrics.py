@@ -33,7 +33,7 @@ class Metrics:
 
 
 class Gauges(Collector):
-    """What the pages hold now.
+    """Gauges of the pages and the queue, read at each scrape.
 
     Args:
         cache: the engine's cache.

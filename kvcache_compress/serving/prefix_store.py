@@ -94,7 +94,8 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 class PrefixStore:
     """A folder of compressed prefixes, for `compress(model, ..., prefix_store=)` and of its own.
 
-    A folder that cannot be read or written costs the hits, and warns. Files of others in it are left alone.
+    If the folder cannot be read or written, a warning is logged and prompts are computed as without a store. Other
+    files in the folder are left alone.
 
     Args:
         folder: where entries are kept; made if missing.
@@ -133,7 +134,9 @@ class PrefixStore:
             try:
                 with safe_open(path, framework="pt") as file:
                     stored = file.get_tensor("tokens")
-            except (SafetensorError, OSError) as error:
+            except OSError:  # another process may remove it meanwhile
+                continue
+            except SafetensorError as error:
                 self._drop(path, error)
                 continue
             count = min(len(stored), len(ids) - 1)
@@ -167,7 +170,7 @@ class PrefixStore:
         return found
 
     def has_page(self, name: str) -> bool:
-        """Whether there is a page of this name."""
+        """Return True if a page of this name is stored."""
         return self._page(name).exists()
 
     def page(

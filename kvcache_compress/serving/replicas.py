@@ -6,10 +6,9 @@ their pages, as long as it has room.
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
@@ -18,7 +17,6 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-logger = logging.getLogger(__name__)
 NAME = "kvcache-compress"
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 SESSION = b"x-session-id"
@@ -29,7 +27,6 @@ MOST_READ = 1 << 20
 """Bytes of a body that are read to find its prompt."""
 ONGOING = 32
 """Requests in one replica, unless `max_requests` says otherwise; more go to others, or wait."""
-HEALTH_SECONDS = 2
 PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}:proxy_middlewares"}
 """Environment that Ray's nodes need for `PrefixSession`. A cluster that runs already must have been started with it."""
 
@@ -51,10 +48,9 @@ def start(
     ongoing = max_requests or ONGOING
     gpu = torch.cuda.is_available()
     resources = {"num_gpus": 1} if gpu else {"num_cpus": max(1, (os.cpu_count() or 1) // most)}
-    ray.init(ignore_reinit_error=True, log_to_driver=True)
+    ray.init(ignore_reinit_error=True)
     serve.start(http_options=HTTPOptions(host=host, port=port))
-    deployment: Any = Replica
-    deployment = deployment.options(
+    deployment = cast(Any, Replica).options(
         max_ongoing_requests=ongoing,
         autoscaling_config=AutoscalingConfig(
             min_replicas=fewest, max_replicas=most, target_ongoing_requests=max(1, ongoing // 2)
@@ -75,7 +71,7 @@ def stop() -> None:
 
 @serve.deployment(
     max_queued_requests=256,  # more are answered 503
-    health_check_period_s=HEALTH_SECONDS,
+    health_check_period_s=2,
     request_router_config=RequestRouterConfig(request_router_class=ROUTER),
 )
 @serve.ingress()
@@ -132,5 +128,5 @@ def session_of(body: bytes) -> bytes | None:
 
 
 def proxy_middlewares() -> list[Middleware]:
-    """What Ray's proxy calls to get its middlewares."""
+    """Return the middlewares of Ray's HTTP proxy, which imports this function by name."""
     return [Middleware(PrefixSession)]

@@ -1,4 +1,4 @@
-"""How each request of the server chooses its tokens."""
+"""Sampling settings of each request, applied by the engine's only logits processor."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -8,6 +8,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 
 GREEDY = 1e-6
 """Temperatures below are 0."""
+KEPT = 64
 LIKELY = 1024
 """Tokens among which those of `top_p` are looked for first."""
 
@@ -20,7 +21,7 @@ class Sampling:
         temperature: 0 chooses the most probable token.
         top_p, top_k: 1 and 0 keep all tokens.
         seed: makes the tokens of this request reproducible.
-        kept: where given, receives the model's log-probabilities of the first `keep` tokens, `[vocabulary]`.
+        kept: where given, receives the model's log-probabilities of the first `KEPT` tokens, `[vocabulary]`.
         shared_tokens: prompt tokens found in shared pages, set by the engine.
     """
 
@@ -32,13 +33,12 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
     kept: list[torch.Tensor] | None = None
-    keep: int = 64
     shared_tokens: int = field(default=0, init=False)
     _generator: torch.Generator | None = field(default=None, init=False)
 
     def apply(self, scores: torch.Tensor, written: list[int]) -> None:
         """Change scores `[vocabulary]` in place so that the largest is the next token after those `written`."""
-        if self.kept is not None and len(self.kept) < self.keep:
+        if self.kept is not None and len(self.kept) < KEPT:
             self.kept.append(scores.log_softmax(-1))
         if self.logit_bias:
             biased = torch.tensor(list(self.logit_bias), device=scores.device)

@@ -295,6 +295,12 @@ def test_killed_writers_leave_whole_entries(tmp_path: Path) -> None:
     assert pages > 0
 
 
+def test_offloaded_weights_are_refused(model: Any, tmp_path: Path) -> None:
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match="prefix_store: some weights are offloaded"):
+        compress(model, CONFIG, prefix_store=tmp_path)
+
+
 def test_files_of_others_stay(greedy: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_bytes(bytes(100_000))
     (tmp_path / "folder").mkdir()
