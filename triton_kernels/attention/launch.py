@@ -18,7 +18,7 @@ from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addres
 
 from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel
 from .merge import MERGED, merge_kernel
-from .query import map_query_arguments, map_query_kernel
+from .query import map_query_call
 
 MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
@@ -30,8 +30,8 @@ MIN_SPLIT_TOKENS = 128
 ROUNDS, MIN_ROUND_TOKENS = 6, 384
 """Programs per resident program, and the fewest tokens of each. A processor that is done early takes another program.
 On an H200, 8 sequences of 32K tokens take .76 to .79 of the time that one round takes."""
-MAPPED, ATTENDED = ("p_mapped", "p_rows", "p_turned", "p_shift"), ("p_acc", "p_dense", "p_stats")
-"""Buffers that one kernel fills for the next: those filled before attention, and those that attention fills."""
+SCRATCH = ("p_mapped", "p_rows", "p_shift", "p_acc", "p_dense", "p_stats")
+"""Buffers that one kernel fills for the next."""
 
 
 class Sizes(NamedTuple):
@@ -81,14 +81,13 @@ def attend(
         like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, call.scaling, call.softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        k_side.prologue and inputs["k_capacity"],
+        k_side.map_call and inputs["k_capacity"],
         page and (_strides(keys), _strides(values)),
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
         calls = attention_calls(call, query, k_side, keys, values, inputs, mask_kind, sizes, out, page)
-        scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
-        scratch |= {name: calls[-2][2][name] for name in ATTENDED}
+        scratch = {name: x for call in calls[:2] for name, x in call[2].items() if name in SCRATCH}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
     plan.run(changing, pointers, query.device)
     return out.to(query.dtype) if portable() else out
@@ -143,7 +142,7 @@ def attention_calls(
     out: torch.Tensor,
     page: int = 0,
 ) -> list[KernelCall]:
-    """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
+    """Launches of a call: map of the queries, attention, merge.
 
     `query` is the call's, contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`.
     Intermediate results are among the launches' arguments.
@@ -152,12 +151,9 @@ def attention_calls(
     softcap, s_aux, groups = call.softcap, call.s_aux, query_heads // heads
     rows = groups * count
     v_side: KernelSide = values.codec.kernel_side
-    grid, mapped = map_query_arguments(query, k_side, heads, call.scaling)
-    calls, bounded = [(map_query_kernel, grid, mapped)], inputs["s_packed"] > 0
-    if k_side.prologue is not None:
-        calls.append(k_side.prologue(k_side, mapped, inputs, bounded))
-        mapped = mapped | calls[1][2]
-    tile = sizes.tile
+    scaling, tile = call.scaling * LOG2E.value, sizes.tile
+    mapping = (k_side.map_call or map_query_call)(k_side, query, heads, scaling, inputs)
+    mapped = mapping[2]
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
     k_tables, k_form = k_side.operands(query.dtype, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
@@ -165,19 +161,19 @@ def attention_calls(
     shared = count == 1 and inputs["s_mask_h"] == 0
     masking = Masking(mask_kind, softcap is not None, causal=count > 1, shared=shared)
     attended = inputs | dict(
-        p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
-        p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
+        p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"], p_shift=mapped.get("p_shift", mapped["p_rows"]),
+        k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, sum(v_side.widths), dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
-        n_sinks=keys.sinks.shape[2], scaling=call.scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
+        n_sinks=keys.sinks.shape[2], scaling=scaling, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function, K=k_form, V=v_form, MASKING=masking,
-        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=bounded,
+        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=inputs["s_packed"] > 0,
         ROW_BLOCKS=row_blocks, PAGE=page, K_STRIDES=_strides(keys) if page else (),
         V_STRIDES=_strides(values) if page else (), FAST=is_fast(query.dtype), num_warps=tile.warps,
         num_stages=tile.stages, **launch_options(),
     )  # fmt: skip
-    calls.append((attend_kernel, (sizes.splits + DENSE.value, heads * row_blocks, batch), attended))
+    attending = attend_kernel, (sizes.splits + DENSE.value, heads * row_blocks, batch), attended
     p_acc, matrix, padded = attended["p_acc"], v_side.matrix, next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.
     chunk, warps = (min(64, 8192 // padded), 4) if matrix is None else (min(128, 16384 // padded), 8)
@@ -188,7 +184,7 @@ def attention_calls(
         H=heads, G=groups, N=count, W=p_acc.shape[4], DV=dv, CHUNK=chunk, num_warps=warps,
         HAS_MAP=matrix is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
     )  # fmt: skip
-    return [*calls, (merge_kernel, (rows, batch * heads, 1), merged)]
+    return [mapping, attending, (merge_kernel, (rows, batch * heads, 1), merged)]
 
 
 def _strides(view: View) -> tuple[int, ...]:

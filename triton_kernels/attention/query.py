@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options
+from kvcache_compress.triton_kernels.common.plan import KernelCall
 
-from .kernel import LOG2E, operand_place, padded
+from .kernel import operand_place, padded
 
 M = tl.constexpr(16)
 """Query rows per program."""
@@ -25,13 +26,12 @@ CHUNK = tl.constexpr(16)
 @triton.jit
 def map_query_kernel(
     p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
-    D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Map `M` query rows of one head to a chunk of the `W` columns of code space.
 
-    A has `COLUMNS` columns, one more if there is a bias, or 0 without a matrix. `TURNED` if a prologue follows: it
-    needs the columns in their order, and tops that are powers of two. `HEADS` are the key heads, if each era maps the
-    queries of all of them, else 0.
+    A has `COLUMNS` columns, one more if there is a bias, or 0 without a matrix. `HEADS` are the key heads, if each era
+    maps the queries of all of them, else 0.
     """
     i_w, i_r, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     D_PAD: tl.constexpr = padded(D)
@@ -52,8 +52,6 @@ def map_query_kernel(
         if COLUMNS > 0:
             b_top *= tl.load(p_bound)
         b_top = tl.where(b_top > 0, b_top, 1.0)
-        if TURNED:
-            b_top = tl.exp2(tl.ceil(tl.log2(b_top)))
     if COLUMNS > 0:
         b_mapped = tl.zeros([M, CHUNK], tl.float32)
         for start in range(0, D_PAD, DEPTH):
@@ -66,8 +64,8 @@ def map_query_kernel(
         b_mapped = tl.load(p_q + o_r[:, None] * D + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
     b_mapped = b_mapped / b_top[:, None]
     p_mapped += i_bh * rows * W
-    o_place = o_w if TURNED else operand_place(o_w)
-    tl.store(p_mapped + o_r[:, None] * W + o_place[None, :], b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
+    p_place = p_mapped + o_r[:, None] * W + operand_place(o_w)[None, :]
+    tl.store(p_place, b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
     if i_w == 0:
         b_bias = tl.zeros([M], tl.float32)
         if COLUMNS > W:
@@ -79,28 +77,28 @@ def map_query_kernel(
         tl.store(p_rows + o_row + 1, b_bias * scaling, mask=m_r)
 
 
-def map_query_arguments(
-    query: torch.Tensor, side: KernelSide, heads: int, scaling: float
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `map_query_kernel` for contiguous queries `[B, Hq, n, D]`, results included.
+def map_query_call(
+    side: KernelSide, query: torch.Tensor, heads: int, scaling: float, inputs: dict[str, Any]
+) -> KernelCall:
+    """Launch of `map_query_kernel` for contiguous queries `[B, Hq, n, D]`, result buffers included.
 
-    `p_mapped` is `[B, H, Hq / H * n, W]`, float32 where the query is, else float16; `p_rows` holds factor and bias.
-    With eras that no prologue tells apart, `H` counts the heads of all eras.
+    `scaling` is in base 2; `inputs` are the changing arguments of `attend_kernel`. `p_mapped` is `[B, H, Hq / H * n,
+    W]`, float32 where the query is, else float16; `p_rows` holds factor and bias. With eras `H` counts the heads of all
+    eras.
     """
     batch, query_heads, count, dim = query.shape
-    rows, width, matrix = query_heads // heads * count, side.mapped_width, side.matrix
+    rows, width, matrix = query_heads // heads * count, sum(side.widths), side.matrix
     assert matrix is None or matrix.is_contiguous()
-    apart = side.eras is not None and side.prologue is None
-    key_heads = heads if apart else 0
-    if apart and matrix is not None:
+    key_heads = 0 if side.eras is None else heads
+    if side.eras is not None and matrix is not None:
         heads = matrix.shape[0]
     operand = torch.float32 if query.dtype == torch.float32 else torch.float16
     arguments: dict[str, Any] = dict(
         p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound,
         p_mapped=query.new_empty(batch, heads, rows, width, dtype=operand),
         p_rows=query.new_empty(batch, heads, rows, 2, dtype=torch.float32),
-        s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0), scaling=scaling * LOG2E.value,
-        rows=rows, heads=heads, D=dim, W=width, COLUMNS=0 if matrix is None else matrix.shape[-1],
-        TURNED=side.prologue is not None, HEADS=key_heads, **launch_options(),
+        s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0), scaling=scaling, rows=rows,
+        heads=heads, D=dim, W=width, COLUMNS=0 if matrix is None else matrix.shape[-1], HEADS=key_heads,
+        **launch_options(),
     )  # fmt: skip
-    return (width // CHUNK.value, -(-rows // M.value), batch * heads), arguments
+    return map_query_kernel, (width // CHUNK.value, -(-rows // M.value), batch * heads), arguments

@@ -40,10 +40,10 @@ def _joined(eras: tuple[Era, ...], dtype: torch.dtype) -> KernelSide:
     by_table = zip(*(side.tables_as(operand) for side in sides), strict=True)
     tables = [torch.cat(parts) if i in newest.by_head else parts[-1] for i, parts in enumerate(by_table)]
     maps = [side.matrix for side in sides if side.matrix is not None]
-    if newest.prologue is None:
+    if newest.map_call is None:
         matrix = torch.cat([x.expand(heads, -1, -1) for x in maps])
     else:
-        # Maps before a prologue differ by powers of two. Eras share the largest; the next map takes what is less.
+        # Units differ by powers of two. Eras share the largest; the map takes what is less.
         units = torch.stack([x.amax() for x in maps])
         matrix = maps[-1] * (units.amax() / units[-1])
         tables[0] *= (units / units.amax()).repeat_interleave(heads)[:, None, None].to(tables[0].dtype)

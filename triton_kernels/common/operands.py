@@ -80,11 +80,11 @@ class KernelSide:
     tokens, warps: most tokens per tile, and warps per program, that it works best with in 16 bits.
     matrix: float32, None for the identity. Of keys `[H or 1, D, sum(widths)]`, contiguous, queries to code space, with
         one more column if a term is added to all scores of a query. Of values `[H or 1, sum(widths), D]`, code space to
-        outputs.
+        outputs. Of keys with a `map_call`, `[1, 1, 1]`: the unit of the scores.
     headroom: largest mapped query.
-    prologue: keys only, makes the launch between the map and attention that maps the queries once more for each group
-        of tokens, from the side and the arguments of both (`spectral.turn_call`). Its map is the first table.
-    group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
+    map_call: keys only, makes the launch that maps queries for each group of tokens, in place of
+        `query.map_query_call` (`spectral.turn_call`). Its map is the first table.
+    group: tokens that share the cos and sin of the first of them; with a `map_call`, those that share its queries.
     by_head: keys only, indices of the tables that depend on statistics, `[H, ...]`.
     eras: of keys of several eras (`eras.py`): their number, first tokens, and the largest integer, int32; else None.
     fours: keys only, which tiles of the fast path `assembly.joined` puts in the order of mapped queries.
@@ -102,7 +102,7 @@ class KernelSide:
     warps: int = 1
     matrix: torch.Tensor | None = None
     headroom: float = 1.0
-    prologue: Callable[..., KernelCall] | None = None
+    map_call: Callable[..., KernelCall] | None = None
     group: int = 1
     by_head: tuple[int, ...] = ()
     eras: torch.Tensor | None = None
@@ -138,20 +138,15 @@ class KernelSide:
             self.query_bound  # noqa: B018 - cached
 
     @property
-    def mapped_width(self) -> int:
-        """Columns of a mapped query, before a prologue."""
-        return sum(self.widths) if self.matrix is None or self.prologue is None else self.matrix.shape[-1]
-
-    @property
     def bias(self) -> bool:
         """True if the last column of the matrix is a term added to all scores of a query."""
-        return self.matrix is not None and self.matrix.shape[-1] > self.mapped_width
+        return self.matrix is not None and self.matrix.shape[-1] > sum(self.widths)
 
     @cached_property
     def query_bound(self) -> torch.Tensor:
         """Divisor, float32 `[]`, that keeps mapped queries within `headroom`, for queries of magnitude 1."""
         assert self.matrix is not None
-        return self.matrix[..., : self.mapped_width].abs().sum(-2).max() / self.headroom
+        return self.matrix[..., : sum(self.widths)].abs().sum(-2).max() / self.headroom
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that this side holds on the device."""

@@ -6,9 +6,9 @@ at each position as `places[b] means`:
     rotate: q_g = R_gᵀ q,  mapped to (A q_g, means q_g)
     score:  s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g)
 
-`turn_kernel` does the first in a launch before attention. Queries come to it as the real parts of the model's pairs of
-channels, then their imaginary parts. Digit weights multiply the mapped queries, so the table of directions and means
-stays exact in float16. The portable path rotates, maps and scores in float32.
+`turn_kernel` does the first in a launch before attention, in place of `query.map_query_kernel`. Digit weights multiply
+the mapped queries, so the table of directions and means stays exact in float16. The portable path rotates, maps and
+scores in float32.
 """
 
 import math
@@ -39,8 +39,9 @@ WIDEST = 2.0**12
 """Largest magnitude of a mapped query before rotation, of queries up to 1: far below what float16 can hold."""
 HIGHEST = 2.0**14
 """Largest entry of the table of places."""
-MAP, PLACES, LEVELS, FACTORS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""Indices of the tables."""
+MAP, PLACES, LEVELS, FACTORS, ORDER = (tl.constexpr(table) for table in range(5))
+"""Indices of the tables. `ORDER` has the channels of the real parts of the model's pairs, then those of the imaginary
+ones."""
 UNIT = tl.constexpr(2.0**-24)
 """Unit of the scores: that of float16's smallest numbers, which bits in place are to the fast path."""
 SMALL = tl.constexpr(2.0**-12)
@@ -88,20 +89,21 @@ that they need (triton-lang/triton#10537)."""
 
 @triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity", "s_packed"))
 def turn_kernel(
-    p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, s_packed,
-    rows, HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, ERAS: tl.constexpr,
-    FAST: tl.constexpr,
+    p_q, p_rope, p_packed, p_order, p_map, p_factors, p_bound, p_mapped, p_rows, p_shift, n_packed, k_capacity,
+    rope_capacity, s_packed, scaling, rows, DIM: tl.constexpr, HALF: tl.constexpr, META: tl.constexpr,
+    M: tl.constexpr, BOUNDED: tl.constexpr, ERAS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Map a head's queries, rotated to its groups' anchors, `M` pairs of group and query row per program.
 
-    p_turned: `[B, H, groups, rows, columns]` in code space and the means' columns, each 16 in the order in which
-    `query_tiles` reads them; p_shift: float32 `[B, H, groups, rows]`, in the fast path the constant that makes digits
-    of one bit, which are 0 or 1 there, ±0.5. With `ERAS`, `p_packed` are eras, and a program's pairs lie in one.
+    p_mapped: `[B, H, groups, rows, columns]` in code space and the means' columns, each 16 in the order in which
+    `query_tiles` reads them; p_rows: as of `map_query_kernel`, whose top is a power of two here; p_shift: float32
+    `[B, H, groups, rows]`, in the fast path the constant that makes digits of one bit, which are 0 or 1 there, ±0.5.
+    With `ERAS`, `p_packed` are eras, and a program's pairs lie in one.
     """
     COLUMNS: tl.constexpr = META.columns
     ROTARY: tl.constexpr = META.rotary
     GROUP: tl.constexpr = META.group
-    DTYPE: tl.constexpr = p_turned.dtype.element_ty
+    DTYPE: tl.constexpr = p_mapped.dtype.element_ty
     i_h, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_bh = i_b * tl.num_programs(1) + i_h
     if BOUNDED:
@@ -116,8 +118,14 @@ def turn_kernel(
     o_r, o_p, o_w = start + tl.arange(0, M), tl.arange(0, HALF), tl.arange(0, CHUNK)
     m_r = o_r < n_pairs
     o_near = tl.minimum(o_r, n_pairs - 1)
-    p_q = p_mapped + ((i_bh * rows + o_near % rows) * (2 * HALF))[:, None] + o_p[None, :]
-    b_x, b_y = tl.load(p_q).to(DTYPE), tl.load(p_q + HALF).to(DTYPE)
+    p_q += ((i_bh * rows + o_near % rows) * DIM)[:, None]
+    m_p = o_p < DIM // 2
+    o_x, o_y = tl.load(p_order + o_p, mask=m_p, other=0), tl.load(p_order + DIM // 2 + o_p, mask=m_p, other=0)
+    b_x = tl.load(p_q + o_x[None, :], mask=m_p[None, :], other=0.0).to(tl.float32)
+    b_y = tl.load(p_q + o_y[None, :], mask=m_p[None, :], other=0.0).to(tl.float32)
+    b_top = tl.max(tl.maximum(tl.abs(b_x), tl.abs(b_y)), 1)
+    b_top = tl.exp2(tl.ceil(tl.log2(tl.where(b_top > 0, b_top, 1.0))))
+    b_x, b_y = (b_x / b_top[:, None]).to(DTYPE), (b_y / b_top[:, None]).to(DTYPE)
     if ROTARY:
         p_cos = p_rope + ((i_b * rope_capacity + o_near // rows) * (2 * ROTARY))[:, None] + o_p[None, :]
         b_cos = tl.load(p_cos, mask=(o_p < ROTARY)[None, :], other=1.0).to(DTYPE)
@@ -127,7 +135,7 @@ def turn_kernel(
     o_factor = i_h * (3 * COLUMNS) + o_w
     p_factor = p_factors.to(tl.pointer_type(tl.float32), bitcast=True) + o_factor
     first = i_bh * (k_capacity // GROUP) * rows
-    p_out = p_turned + (first + o_r)[:, None] * COLUMNS + o_w[None, :]
+    p_out = p_mapped + (first + o_r)[:, None] * COLUMNS + o_w[None, :]
     b_shift = tl.zeros([M, CHUNK], tl.float32)
     # In float32 at D = 256, copies ahead would not fit the 64 KB of shared memory of AMD's GPUs.
     for column in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES if FAST else 1):
@@ -143,30 +151,27 @@ def turn_kernel(
         b_tile = tl.permute(tl.reshape(b_tile.to(DTYPE), [M, CHUNK // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
         tl.store(p_out + column, tl.reshape(b_tile, [M, CHUNK]), mask=m_r[:, None] & m_w[None, :])
     tl.store(p_shift + first + o_r, tl.sum(b_shift, 1), mask=m_r)
+    tl.store(p_rows + (i_bh * rows + o_r) * 2, b_top * tl.load(p_bound) * scaling, mask=m_r & (o_r < rows))
 
 
-def turn_call(side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any], bounded: bool) -> KernelCall:
-    """Launch of `turn_kernel` for the queries of `map_query_kernel`, result buffers included.
-
-    `mapping` are the arguments of the latter, `inputs` the changing ones of `attend_kernel`; bounded: True if the
-    number of packed tokens is in memory.
-    """
-    mapped, rows, capacity = mapping["p_mapped"], mapping["rows"], inputs["k_capacity"]
-    batch, heads, _, width = mapped.shape
-    meta = side.meta
+def turn_call(side: KernelSide, query: torch.Tensor, heads: int, scaling: float, inputs: dict[str, Any]) -> KernelCall:
+    """Launch of `turn_kernel`; arguments as of `query.map_query_call`."""
+    (batch, query_heads, count, dim), meta = query.shape, side.meta
     assert isinstance(meta, Digits)
-    groups, exact = capacity // meta.group, mapped.dtype == torch.float32
-    fast = is_fast(mapped.dtype)
+    rows, groups, fast = query_heads // heads * count, inputs["k_capacity"] // meta.group, is_fast(query.dtype)
+    exact = query.dtype == torch.float32
     pairs = PAIRS_AT_ONCE // 2 if exact else PAIRS_AT_ONCE
-    tables = side.tables_as(mapped.dtype)
+    tables = side.tables_as(torch.float32 if exact else torch.float16)
     arguments = dict(
-        p_mapped=mapped, p_map=tables[MAP.value], p_factors=tables[FACTORS.value],
-        p_turned=mapped.new_empty(
-            batch, heads, groups, rows, meta.columns, dtype=mapped.dtype if fast else torch.float32
+        p_q=query, p_order=tables[ORDER.value], p_map=tables[MAP.value], p_factors=tables[FACTORS.value],
+        p_bound=side.query_bound,
+        p_mapped=query.new_empty(
+            batch, heads, groups, rows, meta.columns, dtype=torch.float16 if fast else torch.float32
         ),
-        p_shift=mapped.new_empty(batch, heads, groups, rows, dtype=torch.float32),
-        rows=rows, HALF=width // 2, META=meta, M=pairs, BOUNDED=bounded, ERAS=side.eras is not None,
-        FAST=fast, num_warps=4, **launch_options(),
+        p_rows=query.new_empty(batch, heads, rows, 2, dtype=torch.float32),
+        p_shift=query.new_empty(batch, heads, groups, rows, dtype=torch.float32),
+        scaling=scaling, rows=rows, DIM=dim, HALF=max(16, next_power_of_2(dim // 2)), META=meta, M=pairs,
+        BOUNDED=inputs["s_packed"] > 0, ERAS=side.eras is not None, FAST=fast, num_warps=4, **launch_options(),
     )  # fmt: skip
     shared = ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity", "s_packed")
     arguments |= {name: inputs[name] for name in shared}
@@ -288,13 +293,19 @@ def spectral_side(
         score,
         meta,
         (TILE.value,) * (matrix.shape[1] // TILE.value),
-        tables=(spread @ matrix.mT, places, levels, torch.cat(factors, 2).contiguous().view(torch.int32)),
+        tables=(
+            spread @ matrix.mT,
+            places,
+            levels,
+            torch.cat(factors, 2).contiguous().view(torch.int32),
+            order.int().flatten(),
+        ),
         words=torch.cat([*tables, *map(_places, sizes)]).to(device) if sizes else None,
         places=sum(sizes),
         tokens=min(group, 64 if dim <= 64 else 32),
         warps=assembly.warps(dim),
-        matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
-        prologue=turn_call,
+        matrix=torch.full((1, 1, 1), unit / UNIT.value, device=device),
+        map_call=turn_call,
         group=group,
         fours=(*fours, False),
         by_head=(MAP.value, PLACES.value, FACTORS.value),

@@ -196,7 +196,7 @@ def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator
     keys, apart, turned = layer.sides["keys"].codec, name == "apart", name == "turned"
     group = torch.zeros(1, 2, keys.group, 64, dtype=BF16)
     alone = Traced(emulator, lambda: BACKENDS["triton"].encoded(keys, group) if apart else None)
-    attending = ["map_query_kernel", *["turn_kernel"] * turned, "attend_kernel", "merge_kernel"]
+    attending = ["turn_kernel" if turned else "map_query_kernel", "attend_kernel", "merge_kernel"]
     flushing, writing = [*alone.kernels, "encode_kernel"] if apart else ["encode_kernel"] * 2, list[str]()
     if capacity:
         flushing, writing = [], ["step_kernel", *alone.kernels]
