@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -24,7 +23,6 @@ from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.modeling.calibration.observed_attention import observed_attention
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.storage.side import SideState
 from kvcache_compress.storage.view import View
@@ -52,7 +50,7 @@ class Prefill:
     logits: torch.Tensor
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
     seconds: float
-    _queries: dict[int, AttentionCall] = field(default_factory=dict)
+    _calls: dict[int, AttentionCall] = field(default_factory=dict)
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
     def run(self, spec: CacheSpec) -> "CacheRun":
@@ -79,23 +77,21 @@ class Prefill:
                 cache.update(keys, values, index)
                 layer = cache.layers[index]
                 if isinstance(layer, CompressedLayer) and layer.awaits_queries:
-                    layer.close(self.queries()[index])
+                    layer.close(self._call(index, spec))
         return cache
 
-    def queries(self) -> dict[int, AttentionCall]:
-        """The prompt's queries by layer, recorded in a pass of their own at the first call."""
-        if not self._queries:
+    def _call(self, layer: int, spec: CacheSpec) -> AttentionCall:
+        """The prompt's queries in a layer, recorded in a fused pass of their own through a cache of this kind."""
+        if layer not in self._calls:
+            cache = spec.make(self.model)
+            for index, one in enumerate(cache.layers):
+                one.close = partial(self._record, index)
+            _pass(self.model, cache, self.ids, last=True)
+        return self._calls[layer]
 
-            def keep(layer: int, query: torch.Tensor, keys: torch.Tensor, options: dict[str, Any]) -> None:
-                scaling = options.get("scaling") or query.shape[-1] ** -0.5
-                seen = AttentionCall.of(
-                    query, scaling=scaling, softcap=options.get("softcap"), s_aux=options.get("s_aux")
-                )
-                self._queries.setdefault(layer, seen)
-
-            with torch.inference_mode(), observed_attention(self.model, keep):
-                _pass(self.model, DynamicCache(config=self.model.config), self.ids, last=True)
-        return self._queries
+    def _record(self, layer: int, call: AttentionCall | None) -> None:
+        if call is not None:
+            self._calls[layer] = call
 
     def full_logits(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
         """`forced` with the full cache, `[S + 1, V]`: the reference for all other caches, computed once."""

@@ -18,7 +18,7 @@ def calibrate(
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
     tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of text to use. Default: commvq 55296 (with --quick 18432), spectral 20480."),
+        typer.Option(help="Tokens of text to use. Default: commvq 55296 (with --quick 18432), spectral 8192."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="commvq: code bits per number, 1 or 2 (default).")] = None,
     values: Annotated[
@@ -39,37 +39,32 @@ def calibrate(
         with importing():
             import torch
 
+            from kvcache_compress.cache.calibration import calibrate_spectral
             from kvcache_compress.eval.runner.progress import ProgressLine
             from kvcache_compress.files.lock import only_one
             from kvcache_compress.files.model_file import check_output
             from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, calibrate_commvq
-            from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
-            from kvcache_compress.modeling.calibration.text import check_files
+            from kvcache_compress.modeling.calibration_text import check_files
             from kvcache_compress.modeling.loading import load_model
             from kvcache_compress.validation import usable_device
 
-        settings: Any
-        if method == "spectral":
-            settings = SpectralSettings(**chosen)
-        else:
+        if method == "commvq":
             settings = CommVQSettings.quick(**chosen) if chosen.pop("quick", False) else CommVQSettings(**chosen)
         check_output(output)
         check_files(text)
         place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
         loaded, tokenizer = load_model(model, dtype=dtype, device=place)
-        line = ProgressLine()
-        run: Any = calibrate_spectral if method == "spectral" else calibrate_commvq
         with only_one(output.with_name(f".{output.name}.lock")):
-            found = run(
-                loaded, tokenizer, text, output, settings, report=lambda doing, done, total: line(done, total, doing)
-            )
-    if method == "commvq":
-        console.print(_loss_table(found))
-    else:
-        least, mean, most = min(found.values()), statistics.fmean(found.values()), max(found.values())
-        gain = f"{least:.2f} to {most:.2f}, mean {mean:.2f}"
-        console.print(f"gain of the transform in bits per number, over layers: {gain}")
+            if method == "spectral":
+                calibrate_spectral(loaded, tokenizer, text, output, **chosen)
+            else:
+                line = ProgressLine()
+                losses = calibrate_commvq(
+                    loaded, tokenizer, text, output, settings,
+                    report=lambda doing, done, total: line(done, total, doing),
+                )  # fmt: skip
+                console.print(_loss_table(losses))
     minutes, size = (time.perf_counter() - started) / 60, output.stat().st_size / 2**20
     console.print(f"{output}: {size:.1f} MiB in {minutes:.1f} minutes", soft_wrap=True)
 

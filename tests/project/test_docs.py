@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 from support.files.commvq_files import random_codebooks
-from support.files.spectral_files import random_statistics
+from support.files.spectral_files import coded_statistics
 from support.models.saved_model import saved_model
 from support.paths import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,7 +45,7 @@ def write_files(folder: Path, config: Any) -> None:
     for name in ("model.safetensors", "codebooks.safetensors"):
         write_codebooks(folder / name, config, random_codebooks(config, 1, (3, 16), (5, 16)))
     path = str(folder / "statistics.safetensors")
-    write_statistics(path, config, random_statistics(config), 32, {})
+    write_statistics(path, config, coded_statistics(config), 32, {})
     yaml = "keys: {method: spectral, bits: 2}\nvalues: {method: turboquant, bits: 2}\n"
     (folder / "my.yaml").write_text(yaml, encoding="utf-8")
 

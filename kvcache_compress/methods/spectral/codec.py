@@ -307,9 +307,7 @@ def _coded(tensors: Mapping[str, torch.Tensor]) -> Statistics:
 @lru_cache(maxsize=256)
 def _of_file(file: ModelFile, layer: int, device: torch.device, start: int, stop: int) -> Statistics:
     """Tensors of some heads of a layer, shared by all caches that use the file."""
-    tensors = file.load(f"keys.{layer}.", device)
-    tensors["inverse"] = torch.linalg.inv(tensors["basis"].double()).float()
-    return _coded({part: x[start:stop] for part, x in tensors.items()})
+    return {part: x[start:stop].clone() for part, x in file.load(f"keys.{layer}.", device).items()}
 
 
 @lru_cache(maxsize=8)

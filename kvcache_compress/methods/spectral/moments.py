@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch.nn import functional
 
-from kvcache_compress.modeling.calibration.observed_attention import attention_paid
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 
 from .transform import Moments, mean_table
@@ -59,14 +59,33 @@ def attention_costs(
     sinks: int,
     recent: int,
     group: int,
-    **options: Any,
+    *,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of p (1 - p) per key, `[H, n * group]`, and per query and group, `[H, R, n]`.
 
-    Arguments as in `attention_paid`. Groups begin after the sinks; the last may be incomplete.
+    p is the attention weight of queries `[H, R, D]` at positions `at` `[R]` on keys `[H, T, D]`. The first `sinks` keys
+    and the last `recent` before each query cost nothing, because they are not encoded. Groups begin after the sinks;
+    the last may be incomplete. `s_aux` is `[H, R]`; `mask` is `[H or 1, R, T]`, and None hides only the future. All
+    else is as in `AttentionCall`.
     """
-    paid = attention_paid(query, keys, at, scaling, sinks=sinks, recent=recent, **options)[..., sinks:]
-    costs = (1 - paid).mul_(paid)
+    place = torch.arange(keys.shape[1], device=keys.device)
+    scores = (query.float() * scaling) @ keys.float().mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+        scores = scores if mask.dtype == torch.bool else scores + mask.float()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    scores.masked_fill_(place > at[:, None], -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.float()[..., None]], -1)
+    p = scores.softmax(-1)[..., : keys.shape[1]].masked_fill_((place < sinks) | (at[:, None] - place < recent), 0.0)
+    if mask is not None:
+        p.nan_to_num_()  # queries of padding see no token
+    costs = (1 - p[..., sinks:]).mul_(p[..., sinks:])
     costs = functional.pad(costs, (0, -costs.shape[-1] % group))
     return costs.sum(1), costs.unflatten(-1, (-1, group)).sum(-1)
 
@@ -81,10 +100,10 @@ class Window:
         rope: RoPE of the groups, or None.
         query: sampled queries, `[Hq, R, D]`.
         at: their positions, int64 `[R]`.
-        scaling, softcap, s_aux: as in `AttentionCall`.
-        counted: bool `[T]`, False for padding, or None.
+        call: how they attend; None if there are none.
         mask: `[Hq or 1, R, T]`, added to the scores if float, True where attention is allowed if bool; None hides only
             the future.
+        counted: bool `[T]`, False for padding, or None.
         costs: `attention_costs`, or a back end's function that replaces it for calls without options.
     """
 
@@ -95,12 +114,10 @@ class Window:
     rope: GroupRope | None
     query: torch.Tensor
     at: torch.Tensor
-    scaling: float
-    counted: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    softcap: float | None = None
-    s_aux: torch.Tensor | None = None
-    costs: Costs = attention_costs
+    call: AttentionCall | None
+    mask: torch.Tensor | None
+    counted: torch.Tensor | None
+    costs: Costs
 
     @property
     def groups(self) -> int:
@@ -161,21 +178,32 @@ class Window:
         """Zero the tokens `[H, n, group, D]` that do not count."""
         return x if self.known is None else x.masked_fill(~self.known, 0.0)
 
+    def key_sum(self) -> torch.Tensor:
+        """Sum of the keys before RoPE, float64 `[H, D]`."""
+        parts = []
+        for heads in self.runs_of_heads():
+            x = self.known_only(self.anchored(heads)).sum(1)
+            if self.rope is not None:
+                x = self.rope.layout.unrotate(x[None], self.rope.offsets)[0]
+            parts.append(x.double().sum(1))
+        return torch.cat(parts)
+
     def weights(self, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of p (1 - p) per key, `[H, n * group]`, and per query and group, `[H, R * G, n]`."""
-        keys, query = self.keys[heads].float(), self.queries(heads)
+        keys, query, call = self.keys[heads].float(), self.queries(heads), self.call
+        assert call is not None
         count, tokens = len(self.at), keys.shape[1]
         each = query.shape[1] // max(1, count)
         by_key = keys.new_zeros(len(keys), self.groups * self.group)
         by_query = keys.new_zeros(len(keys), query.shape[1], self.groups)
         positions, at = self.at.tolist(), self.at.repeat_interleave(each)
-        aux = None if self.s_aux is None else self.s_aux.view(self.keys.shape[0], each)[heads].repeat(1, count)
+        aux = None if call.s_aux is None else call.s_aux.view(self.keys.shape[0], each)[heads].repeat(1, count)
         mask = self.mask
         if mask is not None and len(mask) > 1:
             mask = mask.unflatten(0, (self.keys.shape[0], each))[heads].transpose(1, 2).flatten(1, 2)
         elif mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(each, 1)
-        plain = self.softcap is None and mask is None and aux is None
+        plain = call.softcap is None and mask is None and aux is None
         costs = self.costs if plain else attention_costs
         step = max(1, self.run_numbers // max(1, len(keys) * each * tokens))
         for start in range(0, count, step):
@@ -184,10 +212,10 @@ class Window:
             rows, seen = slice(start * each, (start + step) * each), min(tokens, self.sinks + groups * self.group)
             options: dict[str, Any] = {}
             if not plain:
-                options = {"softcap": self.softcap, "s_aux": None if aux is None else aux[:, rows]}
+                options = {"softcap": call.softcap, "s_aux": None if aux is None else aux[:, rows]}
                 options["mask"] = None if mask is None else mask[:, rows if mask.shape[1] > 1 else slice(1), :seen]
             of_keys, of_queries = costs(
-                query[:, rows], keys[:, :seen], at[rows], self.scaling, self.sinks, self.recent, self.group, **options
+                query[:, rows], keys[:, :seen], at[rows], call.scaling, self.sinks, self.recent, self.group, **options
             )
             by_key[:, : of_keys.shape[1]] += of_keys
             by_query[:, rows, :groups] = of_queries
@@ -200,31 +228,10 @@ def by_group(factors: Rope, groups: slice) -> Rope:
     return cos, sin
 
 
-@dataclass
-class MeanSums:
-    """Sum of one layer's keys before RoPE over windows, float64 `[H, D]`, and the number of tokens in it."""
-
-    keys: torch.Tensor
-    tokens: int = 0
-
-    @classmethod
-    def zeros(cls, heads: int, head_dim: int, device: torch.device | None = None) -> Self:
-        return cls(torch.zeros(heads, head_dim, dtype=torch.float64, device=device))
-
-    def add(self, window: Window) -> None:
-        for heads in window.runs_of_heads():
-            x = window.known_only(window.anchored(heads)).sum(1)
-            if window.rope is not None:
-                x = window.rope.layout.unrotate(x[None], window.rope.offsets)[0]
-            self.keys[heads] += x.double().sum(1).to(self.keys.device)
-        self.tokens += window.tokens
-
-    def table(self, group: int, rope: GroupRope | None) -> tuple[torch.Tensor, torch.Tensor]:
-        table = (self.keys / max(1, self.tokens)).float()[:, None].expand(-1, group, -1)
-        if rope is not None:
-            cos, sin = (factor.to(table.device) for factor in rope.offsets)
-            table = rope.layout.rotate(table[None], (cos, sin))[0]
-        return mean_table(table)
+def table_of_mean(mean: torch.Tensor, group: int, rope: GroupRope | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of the table of a mean key before RoPE, float64 `[H, D]`; see `mean_table`."""
+    table = mean.float()[:, None].expand(-1, group, -1)
+    return mean_table(table if rope is None else rope.layout.rotate(table[None], rope.offsets)[0])
 
 
 @dataclass
@@ -248,21 +255,20 @@ class KeyMoments:
     sampled: int = 0
 
     @classmethod
-    def zeros(cls, heads: int, head_dim: int, device: torch.device | None = None) -> Self:
+    def zeros(cls, heads: int, head_dim: int, device: torch.device) -> Self:
         keys, plain, queries = torch.zeros(3, heads, head_dim, head_dim, dtype=torch.float64, device=device)
         return cls(keys, plain, queries, keys.new_zeros(heads))
 
     def add(self, window: Window, table: torch.Tensor) -> None:
         """Add a window, after subtracting the table of mean keys `[H, group, D]`."""
-        table = table.to(window.keys.device)
         for heads in window.runs_of_heads():
             keys = window.known_only(window.anchored(heads) - table[heads, None]).flatten(1, 2)
-            self.plain[heads] += (keys.mT @ keys).to(self.plain)
+            self.plain[heads] += (keys.mT @ keys).double()
             if len(window.at):
                 by_key, by_query = window.weights(heads)
-                self.keys[heads] += ((keys * by_key[..., None]).mT @ keys).to(self.keys)
-                self.queries[heads] += self._turned_queries(window, heads, by_query).to(self.queries)
-                self.weight[heads] += by_key.double().sum(1).to(self.weight)
+                self.keys[heads] += ((keys * by_key[..., None]).mT @ keys).double()
+                self.queries[heads] += self._turned_queries(window, heads, by_query)
+                self.weight[heads] += by_key.double().sum(1)
         self.tokens += window.tokens
         self.sampled += len(window.at) * window.query.shape[0] // window.keys.shape[0]
 
@@ -271,7 +277,7 @@ class KeyMoments:
         query, rope = window.queries(heads), window.rope
         if rope is None:
             return ((query * by_query.sum(-1, keepdim=True)).mT @ query).double()
-        found = torch.zeros_like(self.queries[heads], device=query.device)
+        found = torch.zeros_like(self.queries[heads])
         each, positions = query.shape[1] // len(window.at), window.at.tolist()
         columns, weights = query.mT.contiguous()[:, None], by_query.mT.contiguous()
         step = max(1, window.run_numbers // query.numel())

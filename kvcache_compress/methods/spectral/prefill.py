@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Prompt
 
-from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSums, Window, attention_costs
+from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, Window, attention_costs, table_of_mean
 from .transform import Moments, spectral_basis
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -54,10 +53,11 @@ def prompt_statistics(
     costs: Costs = attention_costs,
     quiet: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Measure a layer's tensors of `statistics_file.py`, the `inverse` of its basis, and `queried`; all float32.
+    """Measure a layer's `inverse` of the basis, `deviation`, `places`, `means` and `queried`; all float32.
 
-    `queried` `[H]` is 1 for heads whose queries were measured, else 0. With `prior`, the result is a blend with these
-    earlier moments. `costs` as in `Window`. Poor statistics give a warning once, unless `quiet`.
+    `places` and `means` are those of `mean_table`. `queried` `[H]` is 1 for heads whose queries were measured, else 0.
+    With `prior`, the result is a blend with these earlier moments. `costs` as in `Window`. Poor statistics give a
+    warning once, unless `quiet`.
     """
     _, heads, _, head_dim = prompt.keys.shape
     device = prompt.keys.device
@@ -66,13 +66,14 @@ def prompt_statistics(
     again: Iterable[Window] = _windows(prompt, group, rope, costs)
     if prompt.keys.numel() <= RUN_NUMBERS:
         windows = again = list(windows)
-    sums = MeanSums.zeros(heads, head_dim, device)
+    total, tokens = torch.zeros(heads, head_dim, dtype=torch.float64, device=device), 0
     for window in windows:
-        sums.add(window)
+        total += window.key_sum()
+        tokens += window.tokens
     if prior is not None:
-        sums.keys += KEYS_PRIOR * prior.mean
-        sums.tokens += KEYS_PRIOR
-    places, means = sums.table(group, rope)
+        total += KEYS_PRIOR * prior.mean
+        tokens += KEYS_PRIOR
+    places, means = table_of_mean(total / max(1, tokens), group, rope)
     moments = KeyMoments.zeros(heads, head_dim, device)
     for window in again:
         moments.add(window, (places @ means).float())
@@ -90,8 +91,7 @@ def prompt_statistics(
             base.LEAST_TOKENS,
         )
     basis, deviation = spectral_basis(*(shrunk(moments) if prior is None else blended(moments, prior)))
-    inverse = torch.linalg.inv(basis)
-    found = {"basis": basis, "inverse": inverse, "deviation": deviation, "places": places, "means": means}
+    found = {"inverse": torch.linalg.inv(basis), "deviation": deviation, "places": places, "means": means}
     found["queried"] = moments.weight > 0 if prior is None else (moments.weight > 0) | prior.queried
     return {name: x.float().contiguous() for name, x in found.items()}
 
@@ -106,9 +106,7 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
         if rope is not None:
             cos, sin = (factor[min(row, len(factor) - 1)][None] for factor in rope.anchors)
             own = GroupRope(rope.layout, (cos, sin), rope.offsets)
-        window = Window(
-            torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], none, 1.0, costs=costs
-        )
+        query, at, mask, counted = keys[:, :0], none, None, None
         if seen is not None:
             count, begin = seen.query.shape[2], padding[min(row, len(padding) - 1)] + sinks + prompt.recent
             if prompt.at is None:
@@ -118,11 +116,8 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
                 known = prompt.at >= begin
                 at, query = prompt.at[known], seen.query[row][:, known]
             mask, counted = seen.mask.of_queries(row, at, count, tokens, prompt.padding, sinks)
-            window = replace(
-                window, query=query, at=at, mask=mask, counted=counted,
-                scaling=seen.scaling, softcap=seen.softcap, s_aux=seen.s_aux,
-            )  # fmt: skip
-        yield window
+        whole = torch.cat([first, keys], 1)
+        yield Window(whole, group, sinks, prompt.recent, own, query, at, seen, mask, counted, costs)
 
 
 def sampled_positions(tokens: int, queries: int, first: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from kvcache_compress.methods.commvq.calibration import em
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_loss, train_encoder
 from kvcache_compress.methods.commvq.codebook_file import read_codebooks
-from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.calibration_text import read_windows
 
 LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
 SHORT = em.Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)

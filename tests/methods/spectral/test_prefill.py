@@ -17,11 +17,8 @@ from kvcache_compress import CompressedCache, SpectralCache, disable_fused_atten
 from kvcache_compress.codecs.base import Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.codecs.quantizers.digits import allocate_bits
-from kvcache_compress.methods.spectral import calibration, moments, prefill
-from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
+from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
-from kvcache_compress.methods.spectral.prefill import sampled_positions
-from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS
 from kvcache_compress.storage.view import View
 
 GROUP, DIM, HEADS = 32, 32, 2
@@ -87,23 +84,38 @@ def causal(tokens: int, queries: int) -> torch.Tensor:
     return torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)[None, None]
 
 
-def test_moments_are_those_of_calibration(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt's moments are those that calibration sums up on the same window, at the same queries."""
-    tokens = SINKS + 16 * GROUP
-    window, found = ids(tokens), []
-    at = sampled_positions(tokens, tokens, SINKS + RECENT)
-    monkeypatch.setattr(torch, "randint", lambda *args, **options: at)
-    disable_fused_attention(model)
-    monkeypatch.setattr(calibration, "GROUP", GROUP)
-    run = _Run(model, model.config, SpectralSettings(2 * tokens, tokens), [0, 1], lambda *args: None)
-    expected = run.moments(window, run.mean_tables(window))
-    enable_fused_attention(model)
-    monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())
-    model(window, **with_cache(spectral(model, sink_tokens=SINKS, recent_tokens=RECENT)))
-    for layer, sums in enumerate(found):
-        assert sums.tokens == expected[layer].tokens == 16 * GROUP
-        for ours, theirs in zip(sums.means(), expected[layer].means(), strict=True):
-            assert (ours - theirs).norm() < 2e-3 * theirs.norm(), "cos and sin of the cache have 16 bits"
+def test_moments_follow_from_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and queries turned back to their group's first token, weighted by p (1 - p), one query at a time."""
+    found: list[Any] = []
+    monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums.means()) or sums.means())
+    given, layout = prompt(100, batch=1), half_layout(DIM)
+    assert given.queries is not None
+    statistics = measured(given)
+    angles = torch.arange(100.0)[:, None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
+
+    def turned(x: torch.Tensor, by: int) -> torch.Tensor:
+        """Vectors `[..., D]` turned back by the rotation of a position."""
+        rope = angles[by : by + 1].cos()[None], angles[by : by + 1].sin()[None]
+        return layout.unrotate(x[None], rope)[0]
+
+    table = statistics["places"].float() @ statistics["means"].float()
+    keys, query = torch.cat([given.sinks, given.keys], 2)[0], given.queries.query[0]
+    for head in range(HEADS):
+        of_keys, plain, of_queries, weight = *torch.zeros(3, DIM, DIM), 0.0
+        x = torch.cat([turned(keys[head : head + 1, 4 + g : 4 + g + GROUP], 4 + g)[0] for g in range(0, 96, GROUP)])
+        x = x - table[head].repeat(3, 1)
+        plain = x.mT @ x / 96
+        for at in range(12, 100):
+            for q in query[2 * head : 2 * head + 2, at]:
+                p = (keys[head, : at + 1] @ q * DIM**-0.5).softmax(-1)
+                cost = torch.zeros(96)
+                cost[: at + 1 - 4 - 8] = (p * (1 - p))[4 : at + 1 - 8]
+                of_keys, weight = of_keys + (x * cost[:, None]).mT @ x, weight + cost.sum()
+                for g in range(0, 96, GROUP):
+                    y = turned(q[None, None], 4 + g)[0]
+                    of_queries = of_queries + cost[g : g + GROUP].sum() * y.mT @ y
+        for ours, theirs in zip(found[0], (of_keys / weight, plain, of_queries / weight), strict=True):
+            assert (ours[head] - theirs).norm() < 1e-3 * theirs.norm()
 
 
 def test_long_prompts_are_measured_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:

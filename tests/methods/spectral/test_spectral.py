@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.files.spectral_files import loss_of_keys, random_statistics, statistics_file
+from support.files.spectral_files import coded_statistics, loss_of_keys, random_statistics, statistics_file
 from support.method_cases import half_layout, make_codec
 from support.models.family_cases import build
 from support.models.saved_model import saved_model
@@ -16,13 +15,13 @@ from support.models.toy_tokenizers import Letters
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from kvcache_compress import CompressedCache, SpectralCache, enable_fused_attention
+from kvcache_compress import CompressedCache, SpectralCache
+from kvcache_compress.cache.calibration import CONTEXT, calibrate_spectral
 from kvcache_compress.cli import app
 from kvcache_compress.codecs.quantizers import digits
-from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run, calibrate_spectral
+from kvcache_compress.methods.spectral.moments import attention_costs
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table, spectral_basis
-from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, attention_paid
 from kvcache_compress.modeling.rope import Rope
 
 
@@ -192,33 +191,33 @@ def test_basis_makes_channels_uncorrelated_and_errors_cost_alike() -> None:
 
 
 def test_weights_leave_the_dense_tokens_out() -> None:
-    """Sinks and the recent window get nothing; the rest gets p, also beside learned logits."""
+    """Sinks and the recent window get nothing; the rest gets p (1 - p), also beside learned logits."""
     generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(1, 3, DIM, generator=generator), torch.randn(1, 200, DIM, generator=generator)
-    at = torch.tensor([100, 150, 199])
-    weights = attention_paid(query, key, at, DIM**-0.5)
-    p = (query[0, 2] @ key[0].mT * DIM**-0.5).softmax(-1)
-    coded = slice(SINKS, 200 - RECENT)
-    assert (weights[0, 2, coded] - p[coded]).abs().max() < 1e-6
-    assert not weights[..., :SINKS].any()
-    assert not weights[0, 2, 200 - RECENT :].any()
-    aux = attention_paid(query, key, at, DIM**-0.5, torch.full((1, 3), 5.0))
-    assert aux.sum() < weights.sum()
+    query, key = torch.randn(1, 1, DIM, generator=generator), torch.randn(1, 200, DIM, generator=generator)
+    sinks, recent, at = 16, 64, torch.tensor([199])
+    costs, by_group = attention_costs(query, key, at, DIM**-0.5, sinks, recent, GROUP)
+    p = (query[0, 0] @ key[0].mT * DIM**-0.5).softmax(-1)
+    expected = torch.zeros(6 * GROUP)
+    expected[: 200 - recent - sinks] = (p * (1 - p))[sinks : 200 - recent]
+    assert (costs[0] - expected).abs().max() < 1e-6
+    assert (by_group[0, 0] - expected.view(6, GROUP).sum(-1)).abs().max() < 1e-6
+    aux, _ = attention_costs(query, key, at, DIM**-0.5, sinks, recent, GROUP, s_aux=torch.full((1, 1), 5.0))
+    assert aux.sum() < costs.sum()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("keys.1.means"), r"it holds no keys of layer 1 \(means\)"),
-        (lambda tensors: tensors["keys.0.deviation"].fill_(torch.nan), "holds NaN or infinity"),
+        (lambda layers: layers.pop(1), r"it holds no keys of layer 1 \(directions\)"),
+        (lambda layers: layers[0]["deviation"].fill_(torch.nan), "holds NaN or infinity"),
     ],
 )
 def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
     config = small_config()
-    tensors = {name: x.clone() for name, x in random_statistics(config).items()}
-    change(tensors)
+    layers = coded_statistics(config)
+    change(layers)
     path = tmp_path / "x.safetensors"
-    write_statistics(str(path), config, tensors, 32, {})
+    write_statistics(str(path), config, layers, 32, {})
     x = torch.randn(1, 2, 80, 32)
     with pytest.raises(ValueError, match=f"statistics='{path}' for spectral: .*{message}"):
         CompressedCache(config, {"keys": {**_SIDE, "statistics": str(path)}, "values": {"method": "none"}}).update(
@@ -254,7 +253,6 @@ def test_command(tmp_path: Path) -> None:
     assert "--bits: not an option of method 'spectral'" in refused.output
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "gain of the transform" in done.output
     config = AutoConfig.from_pretrained(saved_model())
     cache = SpectralCache(config, statistics=output, bits=2.5, sink_tokens=0, recent_tokens=0)
     assert cache.compression.values.options().bits == 2.5  # type: ignore[attr-defined]
@@ -262,6 +260,17 @@ def test_command(tmp_path: Path) -> None:
     x = torch.randn(1, heads, 70, dim)
     cache.update(x, x, 0)
     assert cache.packed_tokens == 64
+
+
+def test_calibration_refuses_what_is_not_finite(tmp_path: Path) -> None:
+    """Infinite queries of the last layer, which no key shows, end in an error and no file."""
+    model: Any = build("llama", **SIZES)
+    model.model.layers[-1].self_attn.q_proj.weight.data.fill_(torch.inf)
+    (tmp_path / "text").write_text(text(2100, seed=1))
+    output = tmp_path / "statistics.safetensors"
+    with pytest.raises(ValueError, match="logits of llama are not finite"):
+        calibrate_spectral(model, Letters(), [str(tmp_path / "text")], output, CONTEXT)  # type: ignore[arg-type]
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("dim", [24, 40, 72, 96, 112])
@@ -273,17 +282,7 @@ def test_all_whole_bytes_are_allowed(dim: int) -> None:
         assert digits.digit_counts(float(f"{8 * count / dim:.6g}"), dim) == counts
 
 
-def test_calibration_sees_attention_as_the_model_computes_it() -> None:
-    """Soft-capped logits and sinks' logits (Gemma 2, gpt-oss) count in the statistics."""
-    run = SimpleNamespace(rope=None, head_dim=16)
-    query, key, s_aux = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16), torch.randn(4)
-    options = {"scaling": 0.5, "softcap": 50.0, "s_aux": s_aux}
-    window = _Run._window(run, query, key, options, torch.tensor([40, 63]))  # type: ignore[arg-type]
-    assert (window.scaling, window.softcap) == (0.5, 50.0)
-    assert window.s_aux is s_aux
-
-
-SIZES = {"max_position_embeddings": 1024}
+SIZES = {"max_position_embeddings": CONTEXT}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "no RoPE": ("opt", SIZES),
     "learned sinks": ("gpt_oss", SIZES),
@@ -311,12 +310,10 @@ def test_loses_less_than_turboquant(name: str, tmp_path: Path) -> None:
     """At two bits the loss is below that of the paper's TurboQuant, even with random weights and thus even keys."""
     family, changes = MODELS[name]
     model: Any = build(family, **changes)
-    (tmp_path / "text").write_text(text(4000, seed=1))
+    (tmp_path / "text").write_text(text(4200, seed=1))
     output = tmp_path / "statistics.safetensors"
-    settings = SpectralSettings(tokens=3200, context=400)
-    calibrate_spectral(model, Letters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
+    calibrate_spectral(model, Letters(), [str(tmp_path / "text")], output, 2 * CONTEXT)  # type: ignore[arg-type]
     ids = torch.tensor([Letters()(text(440, seed))["input_ids"] for seed in range(2, 10)])
-    enable_fused_attention(model)
     spectral = loss_of_keys(model, ids, {"method": "spectral", "bits": 2, "statistics": str(output)})
     paper = {"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"}
     turboquant = loss_of_keys(model, ids, paper)

@@ -7,6 +7,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from kvcache_compress import CompressedCache
+from kvcache_compress.codecs.base import Statistics
+from kvcache_compress.methods.spectral.codec import _coded
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table
 from kvcache_compress.modeling.facts import head_shape
@@ -41,6 +43,15 @@ def random_statistics(config: PreTrainedConfig, group: int = 32) -> dict[str, to
     return tensors
 
 
+def coded_statistics(config: PreTrainedConfig, group: int = 32) -> dict[int, Statistics]:
+    """The same as codecs and files have them, by layer."""
+    tensors, found = random_statistics(config, group), {}
+    for layer in range(config.num_hidden_layers):
+        own = {name: tensors[f"keys.{layer}.{name}"].contiguous() for name in ("basis", "deviation", "places", "means")}
+        found[layer] = _coded(own | {"inverse": torch.linalg.inv(own["basis"].double()).float()})
+    return found
+
+
 @cache
 def statistics_file(head_dim: int, group: int = 32) -> str:
     """A file for the model of the contract (head dimension 32), or one like it."""
@@ -53,7 +64,7 @@ def statistics_of(config: PreTrainedConfig, name: str, group: int = 32) -> str:
     """A new file of random statistics for this model."""
     path = FOLDER / f"{name}.safetensors"
     with torch.device("cpu"):
-        write_statistics(str(path), config, random_statistics(config, group), group, {})
+        write_statistics(str(path), config, coded_statistics(config, group), group, {})
     return str(path)
 
 

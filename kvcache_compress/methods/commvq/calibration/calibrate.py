@@ -21,7 +21,7 @@ from kvcache_compress.methods.commvq.codebook_file import (
     rounds_for,
     write_codebooks,
 )
-from kvcache_compress.modeling.calibration.text import Report, read_windows
+from kvcache_compress.modeling.calibration_text import Report, read_windows
 from kvcache_compress.modeling.facts import calibrated_layers, head_shape
 
 from .collect import collect, read_layer

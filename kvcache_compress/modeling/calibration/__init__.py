@@ -1,1 +1,0 @@
-"""Steps that all calibrations share: reading text and observing attention."""
