@@ -13,14 +13,13 @@ from typing import Any
 
 import losses
 from losses import RESULTS, cells_of, figure, mean_kl, table_of, tail_kl
+from pareto import plot_pareto
 
 from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, packed_bits, total_bytes
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.reporting.plots import plot_pareto
-from kvcache_compress.eval.reporting.report import markdown_table
-from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text
+from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, markdown_table
 from kvcache_compress.eval.tuning.tune import Budget
 from kvcache_compress.validation import parse_size, size_text
 
@@ -277,8 +276,7 @@ def check_or_write(found: dict[Path, str]) -> None:
 def main() -> None:
     check_or_write(pages())
     if "--check" not in sys.argv[1:]:
-        budgets = table_of("budgets")
-        plot_pareto(budgets, budgets.columns[0], ROOT / "docs" / "images" / "pareto.png")
+        plot_pareto(table_of("budgets"), "1k", ROOT / "docs" / "images" / "pareto.png")
 
 
 if __name__ == "__main__":

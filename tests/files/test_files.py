@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison_cells import comparison
 from support.files.saved_files import filled
 from support.models.small_model import small_config
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.eval.provenance.results import write_json
-from kvcache_compress.eval.reporting.plots import plot_pareto
-from kvcache_compress.eval.reporting.tables import tables
 from kvcache_compress.eval.runner.comparison import Comparison
 from kvcache_compress.eval.tasks.haystack import haystack_words
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows
@@ -88,15 +85,9 @@ def test_a_file_system_without_locks(
     assert not list(tmp_path.iterdir())
 
 
-def write_figure(path: Path) -> None:
-    table = tables(comparison())[0]
-    assert plot_pareto(table, table.columns[0], path)
-
-
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "cache": lambda path: filled(20).save(path),
     "JSON": lambda path: write_json(path, {"a": 1}, torch.device("cpu")),
-    "figure": write_figure,
 }
 
 

@@ -170,7 +170,7 @@ def refused(*arguments: str) -> str:
     return " ".join(ran.output.split())
 
 
-ON_FILES = ("compare", "replay", "report")
+ON_FILES = ("compare", "replay")
 """Commands of `eval` that are about a comparison's file."""
 
 
