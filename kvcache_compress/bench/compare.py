@@ -63,12 +63,13 @@ def compare(
     batch = len(query)
     rows = sorted({int(torch.randint(batch, ())), batch - 1})
     expected = plain_attention(query[rows].float(), *read(rows), scaling, None if mask is None else mask[rows])
-    allowed = allowed_error(expected, query.dtype, bar)
+    allowed = math.hypot(bar, relative_error(expected.to(query.dtype), expected))
     worst = 0.0
     for _ in range(2):
         ours = attend()
         error = relative_error(ours[rows], expected) if bool(ours.isfinite().all()) else math.nan
-        if problem := attention_problem(error, allowed):
+        if not error <= allowed:  # or NaN
+            problem = f"attention differs by {error:.1e} of its size, more than {allowed:.1e}"
             return Comparison(error if math.isfinite(error) else None, problem)
         worst = max(worst, error)
     return Comparison(worst, None)
@@ -98,15 +99,3 @@ def _decoded(side: View, rows: list[int]) -> torch.Tensor:
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """RMS of the difference relative to the RMS of `theirs`."""
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-
-
-def allowed_error(expected: torch.Tensor, dtype: torch.dtype, bar: float = ATTENTION_BAR) -> float:
-    """Largest relative error of attention in `dtype` that counts as rounding, for this `expected` result."""
-    return math.hypot(bar, relative_error(expected.to(dtype), expected))
-
-
-def attention_problem(error: float, allowed: float) -> str | None:
-    """Return why the time of attention with this error does not count, or None."""
-    if error <= allowed:  # False for NaN
-        return None
-    return f"attention differs by {error:.1e} of its size, more than {allowed:.1e}"
