@@ -21,7 +21,7 @@ from kvcache_compress.config import preset_names
 TINY = Shape(2, 1, 32)
 BARE = """
 import sys
-for name in ("typer", "rich", "accelerate", "datasets", "evaluate", "matplotlib", "gguf"):
+for name in ("typer", "rich", "accelerate", "datasets", "matplotlib", "gguf"):
     sys.modules[name] = None
 sys.path.append({tests!r})
 from support.kernels.interpreter import patch

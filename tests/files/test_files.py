@@ -190,7 +190,7 @@ FILES = {
         ("x.yaml", Comparison.read),
         ("x.yaml", lambda path: read_templates(path, [TASKS["qasper"]])),
         ("x.json", lambda path: read_templates(path, [TASKS["qasper"]])),
-        ("qasper.jsonl", lambda path: load_rows(str(path), "v1", ["qasper"])),
+        ("qasper.jsonl", lambda path: load_rows(path, "v1", ["qasper"])),
         ("x.txt", read_texts),
         ("x.txt", lambda path: haystack_words(path.parent, 5, 0)),
     ],
