@@ -26,7 +26,7 @@ from kvcache_compress.eval.tasks.samples import read_jsonl
 from kvcache_compress.eval.tasks.scoring import read_texts
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.files.lock import only_one
-from kvcache_compress.files.text import parse_json, parse_yaml
+from kvcache_compress.files.text import parse_yaml
 from kvcache_compress.methods.commvq.calibration.calibrate import check_output
 
 
@@ -211,19 +211,12 @@ def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path
     assert message in text or "no .txt file" in text or "no file qasper.jsonl" in text
 
 
-JSON = {
-    "brackets": ("[" * 100_000, "not JSON: nested too deeply"),
-    "digits": ('{"a": ' + "9" * 5000 + "}", "not JSON: "),
-    "twice": ('{"a": 1, "a": 2}', "not JSON: key 'a' appears twice"),
-    "cut": ('{"a": ', "not JSON: "),
-}
+JSON = {"brackets": "[" * 100_000, "digits": '{"a": ' + "9" * 5000 + "}", "cut": '{"a": '}
 
 
 @pytest.mark.parametrize("case", JSON)
 def test_json(case: str, tmp_path: Path) -> None:
-    text, message = JSON[case]
     path = tmp_path / "x.json"
-    path.write_text(text)
-    refused(lambda: parse_json(text, "x.json"), "x.json: ", message)
-    refused(lambda: read_jsonl(path, ()), "x.json, line 1", message)
-    refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", message)
+    path.write_text(JSON[case])
+    refused(lambda: read_jsonl(path, ()), "x.json, line 1", "not JSON: ")
+    refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", "not YAML: ")
