@@ -259,8 +259,6 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
         ("perplexity", {"widows": 1}, "'widows'"),
         ("ruler", {}, "ruler: data"),
         ("ruler", {"data": "x.jsonl", "task": "sums"}, "task='sums'"),
-        ("needle", {"needle": "N {answer}."}, r"needs needle, question, answer together \(got needle\)"),
-        ("needle", {"mode": "passkey", "needle": "N.", "question": "Q?"}, r"needle='N\.'"),
         ("needle", {"depths": [1.5]}, r"depths\.0=1\.5"),
         ("turns", {"texts": ["a"]}, "texts="),
         ("turns", {"texts": ["a", "b"], "cases": []}, "cases="),
