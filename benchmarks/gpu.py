@@ -55,7 +55,7 @@ class Job(NamedTuple):
         cache: preset; `full` for the uncompressed cache.
         shape: name of the model's shape.
         batch, tokens: sequences, and packed tokens of each.
-        variant: of `decode` the call (plain, mask, fixed), of `model` the loop (graph, eager).
+        variant: of `model` the loop (graph, eager).
     """
 
     part: str
@@ -102,21 +102,20 @@ def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> lis
     targets = [name for name in TARGETS if name in presets] or presets
     jobs = [Job("bandwidth", "copy")]
 
-    def add(names: Iterable[str], shape: str, pairs: Iterable[tuple[int, int]], calls: Iterable[str]) -> None:
+    def add(names: Iterable[str], shape: str, pairs: Iterable[tuple[int, int]]) -> None:
         pairs = list(pairs)
-        jobs.extend(Job("decode", "full", shape, *size, "plain") for size in pairs)
+        jobs.extend(Job("decode", "full", shape, *size) for size in pairs)
         for name in names:
-            jobs.extend(Job("decode", name, shape, *size, call) for call, size in product(calls, pairs))
+            jobs.extend(Job("decode", name, shape, *size) for size in pairs)
             if name != "none":
                 jobs.append(Job("encode", name, shape, 1, sizes.encoded))
 
-    add(targets, main, sizes.main, ("plain",))
-    add(targets, main, sizes.main[:1], ("mask", "fixed"))
+    add(targets, main, sizes.main)
     for size, loop in product(sizes.model_sizes, ("graph", "eager")):
         jobs += [Job("model", name, main, *size, loop) for name in ("full", *targets) if name != "none"]
-    add(presets, main, sizes.main, ("plain",))
+    add(presets, main, sizes.main)
     for shape in (main, *others):
-        add(presets, shape, (*sizes.main, *sizes.others), ("plain",))
+        add(presets, shape, (*sizes.main, *sizes.others))
     return [job for job in dict.fromkeys(jobs) if job.part in parts]
 
 
@@ -213,7 +212,7 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
     """Figures of a row. `rows` are those measured so far, with the uncompressed cache's times."""
     if job.part == "bandwidth":
         return {"gigabytes_per_second": copy_bandwidth(device)}
-    shape = sizes.shapes[job.shape]
+    shape, full = sizes.shapes[job.shape], rows.get(job._replace(cache="full"), {})
     call = (shape, job.batch, job.tokens, device, DTYPE, sizes.repeats)
     if job.part == "encode":
         repeats = max(1, sizes.repeats // 4)
@@ -221,13 +220,12 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
         size = 2 * DTYPE.itemsize * job.batch * shape.kv_heads * job.tokens * shape.head_dim
         return {"milliseconds": time, "gigabytes_per_second": size / time / 1e6}
     if job.part == "model":
-        found, full = time_model(job, sizes, device), rows.get(job._replace(cache="full"), {})
+        found = time_model(job, sizes, device)
         if "tokens_per_second" in full:
             found["speedup"] = found["tokens_per_second"] / full["tokens_per_second"]
         return found
-    decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call, job.variant)
+    decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call)
     found = {name: figure for name, figure in decoded.items() if figure is not None}
-    full = rows.get(job._replace(cache="full", variant="plain"), {})
     if "milliseconds" in full:
         found |= {"speedup": full["milliseconds"] / found["milliseconds"], "bound": full["bits"] / found["bits"]}
     return found
