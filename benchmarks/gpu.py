@@ -1,11 +1,11 @@
-"""Check each preset's kernels on a GPU and time them, the rows that are worth most first.
+"""Time each preset's kernels on a GPU, the rows that are worth most first.
 
     make bench-gpu OUTPUT=build/gpu.jsonl MINUTES=9    # with this machine's Python; continues a file of the same commit
     TRITON_INTERPRET=1 python benchmarks/gpu.py --small --output F    # tiny sizes, without a GPU
 
 Each row is one line of JSON, written as soon as it is measured. A worker process measures. If it crashes or hangs, the
-row that it was measuring gets an error and another worker goes on with the next. A preset whose kernels differ from
-PyTorch's operators is not timed. Attention is compared once more at the size at which it is timed (`bench/compare.py`).
+row that it was measuring gets an error and another worker goes on with the next. Attention is compared with plain
+attention before it is timed (`bench/compare.py`); `pytest tests/triton_kernels` checks the kernels (README.md).
 """
 
 import argparse
@@ -15,40 +15,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcache_compress.attention.interface import enable_fused_attention, fused_name
-from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
+from kvcache_compress.attention.interface import enable_fused_attention
 from kvcache_compress.bench.decode import compressed_time, full_time, random_view
-from kvcache_compress.bench.layers import SHAPES, VARIANTS, Shape, named_config, single_layer
+from kvcache_compress.bench.layers import SHAPES, VARIANTS, Shape, named_config
 from kvcache_compress.bench.timing import copy_bandwidth, median_ms
 from kvcache_compress.cache.compressed_cache import CompressedCache
-from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.device import interpreting
-from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import preset_names
 from kvcache_compress.eval.provenance.results import circumstances, error_message, git_commit
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.storage.view import View
 
-PARTS = ("bandwidth", "check", "decode", "model", "encode")
+PARTS = ("bandwidth", "decode", "model", "encode")
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 TARGETS = ("none", "turboquant-4bit", "spectral-2bit", "turboquant-2bit", "spectral-4bit", "kivi-2bit")
 """Presets that come first. `none` is our attention kernel over uncompressed keys and values."""
-STATIC = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
-"""Presets whose steps with a static cache are checked: one for each kind of encoder, since they compile slowly."""
-BATCH = 2
-"""Sequences of a check."""
-CODES_BAR = 1e-3
-"""Share of stored words that may differ: where sums round differently, a number between two levels changes its code."""
 WARM_UP_STEPS = 4
 """Steps before a CUDA graph is recorded."""
 FILL_TOKENS = 32_768
@@ -66,7 +55,7 @@ class Job(NamedTuple):
         cache: preset; `full` for the uncompressed cache.
         shape: name of the model's shape.
         batch, tokens: sequences, and packed tokens of each.
-        variant: of `decode` the call (plain, mask, fixed), of `model` the loop (graph, eager).
+        variant: of `model` the loop (graph, eager).
     """
 
     part: str
@@ -82,18 +71,16 @@ class Sizes(NamedTuple):
 
     Attributes:
         main, others: batches and lengths of decode rows.
-        checked: tokens of a check's prompt beyond the dense windows; a page more is packed in the fifth step.
         encoded: tokens of a prompt that is encoded.
         model: layers, hidden size and intermediate size.
         model_sizes: batches and lengths of the model.
-        steps: decode steps of a check and of a timed model.
+        steps: decode steps of a timed model.
         repeats: timed calls; the result is their median.
     """
 
     shapes: Mapping[str, Shape]
     main: tuple[tuple[int, int], ...]
     others: tuple[tuple[int, int], ...]
-    checked: int
     encoded: int
     model: tuple[int, int, int]
     model_sizes: tuple[tuple[int, int], ...]
@@ -103,108 +90,33 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes(
     SHAPES, ((8, 32_768), (32, 32_768), (1, 131_072), (1, 8_192)),
-    ((8, 8_192), (32, 8_192), (1, 32_768), (8, 131_072), (32, 131_072)), 316, 32_768, (32, 4096, 14336),
+    ((8, 8_192), (32, 8_192), (1, 32_768), (8, 131_072), (32, 131_072)), 32_768, (32, 4096, 14336),
     ((1, 32_768), (8, 32_768), (1, 8_192), (8, 8_192), (1, 131_072)), 40, 20,
 )  # fmt: skip
-SMALL_SIZES = Sizes({"small": Shape(2, 1, 32)}, ((1, 64),), (), 60, 64, (2, 64, 64), ((1, 128),), 5, 1)
+SMALL_SIZES = Sizes({"small": Shape(2, 1, 32)}, ((1, 64),), (), 64, (2, 64, 64), ((1, 128),), 5, 1)
 
 
 def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> list[Job]:
-    """Rows of these parts in order of worth, with the checks that timed rows need before them."""
+    """Rows of these parts in order of worth."""
     main, *others = sizes.shapes
     targets = [name for name in TARGETS if name in presets] or presets
     jobs = [Job("bandwidth", "copy")]
 
-    def add(names: Iterable[str], shape: str, pairs: Iterable[tuple[int, int]], calls: Iterable[str]) -> None:
+    def add(names: Iterable[str], shape: str, pairs: Iterable[tuple[int, int]]) -> None:
         pairs = list(pairs)
-        jobs.extend(Job("decode", "full", shape, *size, "plain") for size in pairs)
+        jobs.extend(Job("decode", "full", shape, *size) for size in pairs)
         for name in names:
-            if name != "none":
-                jobs.append(Job("check", name, shape))
-            jobs.extend(Job("decode", name, shape, *size, call) for call, size in product(calls, pairs))
+            jobs.extend(Job("decode", name, shape, *size) for size in pairs)
             if name != "none":
                 jobs.append(Job("encode", name, shape, 1, sizes.encoded))
 
-    add(targets, main, sizes.main, ("plain",))
-    add(targets, main, sizes.main[:1], ("mask", "fixed"))
+    add(targets, main, sizes.main)
     for size, loop in product(sizes.model_sizes, ("graph", "eager")):
         jobs += [Job("model", name, main, *size, loop) for name in ("full", *targets) if name != "none"]
-    add(presets, main, sizes.main, ("plain",))
+    add(presets, main, sizes.main)
     for shape in (main, *others):
-        add(presets, shape, (*sizes.main, *sizes.others), ("plain",))
-    asked = {job for job in jobs if job.part in parts}
-    needed = {(job.cache, job.shape) for job in asked}
-    return [job for job in dict.fromkeys(jobs) if job in asked or (job.part == "check" and job[1:3] in needed)]
-
-
-@torch.inference_mode()
-def check_steps(preset: str, shape: Shape, tokens: int, device: torch.device, steps: int, static: bool) -> float:
-    """Run a prompt and steps with the kernels and with PyTorch's operators, compare codes, return attention's error.
-
-    On a GPU a static cache's steps are replayed from a CUDA graph, all but the first `WARM_UP_STEPS`. `tokens` are
-    those of the prompt beyond the dense windows.
-
-    Raises:
-        ValueError: a step is wrong.
-    """
-    # CommVQ may copy from the host in a step, unless a model hands over positions: then no graph can be recorded.
-    recorded = static and device.type == "cuda" and not preset.startswith("commvq")
-    model, config = single_layer(preset, shape)
-    model._attn_implementation = fused_name("sdpa")
-    before = config.sink_tokens + config.recent_tokens + tokens
-    capacity = before + steps if static else None
-    kernels, operators = (
-        CompressedCache(model, config.changed(backend=name, max_cache_len=capacity)) for name in ("triton", "torch")
-    )
-
-    def random(heads: int, count: int) -> torch.Tensor:
-        return torch.randn(BATCH, heads, count, shape.head_dim, device=device, dtype=DTYPE)
-
-    prompt = random(shape.kv_heads, before), random(shape.kv_heads, before)
-    for cache in (kernels, operators):
-        cache.update(*prompt, 0)
-    packed = kernels.packed_tokens
-    keys, values, query = random(shape.kv_heads, 1), random(shape.kv_heads, 1), random(shape.query_heads, 1)
-    views: list[View] = []
-
-    def step() -> torch.Tensor:
-        views[:] = (cast(View, view) for view in kernels.update(keys, values, 0))
-        return views[0].attend(AttentionCall.of(query, scaling=shape.head_dim**-0.5), views[1])
-
-    run, worst = step, 0.0
-    for number in range(1, steps + 1):
-        for x in (keys, values, query):
-            x.copy_(torch.randn_like(x))
-        if recorded and number == WARM_UP_STEPS + 1:
-            run = record(run)
-        ours, theirs = run(), [cast(View, view) for view in operators.update(keys, values, 0)]
-        pairs, count = list(zip(views, theirs, strict=True)), operators.packed_tokens
-        share = max(differing(mine.store.read(0, count), yours.store.read(0, count)) for mine, yours in pairs)
-        # One differing code can show in attention, so the operators attend over the kernels' own codes.
-        k_own, v_own = (replace(yours, store=mine.store) for mine, yours in pairs)
-        expected = k_own.attend(AttentionCall.of(query.float(), scaling=shape.head_dim**-0.5), v_own)
-        error = relative_error(ours, expected)
-        problem = attention_problem(error, allowed_error(expected, DTYPE))
-        if problem is None and share > CODES_BAR:
-            problem = f"{share:.1e} of the stored words differ: at most {CODES_BAR:g} may"
-        if problem is not None:
-            kind = f"{'static' if static else 'growing'} cache{', recorded' if run is not step else ''}"
-            raise ValueError(f"{kind}, step {number}: {problem}")
-        worst = max(worst, error)
-    if not packed < kernels.packed_tokens == operators.packed_tokens:
-        raise ValueError(f"{kernels.packed_tokens} tokens are packed, by operators {count}, before {packed}")
-    return worst
-
-
-def differing(ours: Fields, theirs: Fields) -> float:
-    """Share of stored words that differ, 16-bit scalars by more than a unit in the last place."""
-    unequal = total = 0
-    for mine, yours in zip(ours, theirs, strict=True):
-        bad = mine != yours
-        if mine.dtype == torch.float16:
-            bad = (mine.view(torch.int16).int() - yours.view(torch.int16).int()).abs() > 1
-        unequal, total = unequal + int(bad.sum()), total + bad.numel()
-    return unequal / max(total, 1)
+        add(presets, shape, (*sizes.main, *sizes.others))
+    return [job for job in dict.fromkeys(jobs) if job.part in parts]
 
 
 def record(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -297,17 +209,10 @@ def current_device() -> torch.device:
 
 
 def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of a row. `rows` are those measured so far, with the checks and the uncompressed cache's times."""
+    """Figures of a row. `rows` are those measured so far, with the uncompressed cache's times."""
     if job.part == "bandwidth":
         return {"gigabytes_per_second": copy_bandwidth(device)}
-    shape = sizes.shapes[job.shape]
-    if job.part == "check":
-        caches = (False, True) if job.cache in STATIC else (False,)
-        errors = [check_steps(job.cache, shape, sizes.checked, device, sizes.steps, static) for static in caches]
-        return {"attention_error": max(errors)}
-    check = rows.get(Job("check", job.cache, job.shape), {})
-    if "error" in check:
-        raise ValueError(f"not timed, since its check failed: {check['error']}")
+    shape, full = sizes.shapes[job.shape], rows.get(job._replace(cache="full"), {})
     call = (shape, job.batch, job.tokens, device, DTYPE, sizes.repeats)
     if job.part == "encode":
         repeats = max(1, sizes.repeats // 4)
@@ -315,13 +220,12 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
         size = 2 * DTYPE.itemsize * job.batch * shape.kv_heads * job.tokens * shape.head_dim
         return {"milliseconds": time, "gigabytes_per_second": size / time / 1e6}
     if job.part == "model":
-        found, full = time_model(job, sizes, device), rows.get(job._replace(cache="full"), {})
+        found = time_model(job, sizes, device)
         if "tokens_per_second" in full:
             found["speedup"] = found["tokens_per_second"] / full["tokens_per_second"]
         return found
-    decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call, job.variant)
+    decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call)
     found = {name: figure for name, figure in decoded.items() if figure is not None}
-    full = rows.get(job._replace(cache="full", variant="plain"), {})
     if "milliseconds" in full:
         found |= {"speedup": full["milliseconds"] / found["milliseconds"], "bound": full["bits"] / found["bits"]}
     return found

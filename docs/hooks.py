@@ -1,13 +1,11 @@
 """Hook of `mkdocs build`: adds pages from files outside of docs/ and a page of commands, and rewrites links.
 
 In Markdown, links are relative to the file, as repository browsers show them. On the site, a link to a file outside of
-docs/ becomes the page made from it, or the file's address in the repository (`Repository` in the `[project.urls]` of
-pyproject.toml), or plain text if the project has no address. A link to a file that does not exist stops the build.
+docs/ becomes the page made from it, or plain text. A link to a file that does not exist stops the build.
 """
 
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,6 @@ COMMANDS = "reference/command-line.md"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
-def repository() -> str | None:
-    """Address of the repository, or None if pyproject.toml has none."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    address: str | None = project.get("urls", {}).get("Repository")
-    return address
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/."""
     for path, page in PAGES.items():
@@ -51,10 +42,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         page.meta.setdefault("hide", ["navigation"])
     named = {page_path: path for path, page_path in PAGES.items()}
     source = named.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    return with_site_links(markdown, source, page.file.src_uri, repository())
+    return with_site_links(markdown, source, page.file.src_uri)
 
 
-def with_site_links(markdown: str, source: str, page: str, address: str | None) -> str:
+def with_site_links(markdown: str, source: str, page: str) -> str:
     """Rewrite the links of a file `source` of the repository for its `page`, a path relative to docs/.
 
     Raises:
@@ -64,21 +55,18 @@ def with_site_links(markdown: str, source: str, page: str, address: str | None) 
     def rewritten(match: re.Match[str]) -> str:
         image, text, target = match.groups()
         text = LINK.sub(rewritten, text)  # an image within a link
-        if address is not None:
-            target = re.sub(rf"^{re.escape(address)}/(?:blob|raw)/main/", "/", target)
         if image and re.match(r"https?:", target):
             return ""  # badges: the site fetches nothing from other hosts
         if re.match(r"[a-z]+:|#", target):
             return f"{image}[{text}]({target})"
         path, hash_sign, anchor = target.partition("#")
-        full = path[1:] if path.startswith("/") else os.path.normpath(os.path.join(os.path.dirname(source), path))
+        full = os.path.normpath(os.path.join(os.path.dirname(source), path))
         if not (ROOT / full).exists():
             raise PluginError(f"{source} links to {target}, which does not exist")
         of_site = PAGES.get(full) or (full.removeprefix("docs/") if full.startswith("docs/") else None)
-        if of_site is not None:
-            relative = os.path.relpath(of_site, os.path.dirname(page) or ".")
-            return f"{image}[{text}]({relative}{hash_sign}{anchor})"
-        return text if address is None else f"{image}[{text}]({address}/blob/main/{full}{hash_sign}{anchor})"
+        if of_site is None:
+            return text
+        return f"{image}[{text}]({os.path.relpath(of_site, os.path.dirname(page) or '.')}{hash_sign}{anchor})"
 
     parts = re.split(r"(^ *```.*?^ *```)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if index % 2 else LINK.sub(rewritten, part) for index, part in enumerate(parts))

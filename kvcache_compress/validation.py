@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,6 @@ MOST_TOKENS = 2**31 - 1
 """Largest number of tokens in any option, as positions may be 32-bit integers."""
 LARGEST_SEED = 2**31 - 1
 Seed: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
-LARGEST_INTEGER = 2**63 - 1
 _MOST_COMPLAINTS = 3
 _LONGEST_QUOTE = 250
 _LONGEST_LINE = 500
@@ -47,11 +46,8 @@ class StrictOptions(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _usual_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Convert NumPy numbers to Python's, and refuse integers too large to be printed."""
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(item, int) and abs(item) > LARGEST_INTEGER for item in items):
-            raise ValueError(f"{info.field_name}={quoted(value)}: must be at most {LARGEST_INTEGER}")
+    def _usual_numbers(cls, value: Any) -> Any:
+        """Convert NumPy numbers to Python's."""
         return python_number(value)
 
 
@@ -104,18 +100,9 @@ def require(module: str, purpose: str, package: str, extra: str = "eval") -> Mod
         raise ImportError(f'{purpose} need {package}: pip install "kvcache-compress[{extra}]" ({error})') from error
 
 
-class _Quoted(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxdict = 3, 4
-        self.maxstring = self.maxother = 200
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Print a size for integers of thousands of digits, which Python itself refuses to print."""
-        return repr(x) if abs(x) <= LARGEST_INTEGER else f"<integer of {x.bit_length()} bits>"
-
-
-_QUOTED = _Quoted()
+_QUOTED = reprlib.Repr()
+_QUOTED.maxlevel, _QUOTED.maxdict = 3, 4
+_QUOTED.maxstring = _QUOTED.maxother = 200
 
 
 def quoted(value: Any) -> str:

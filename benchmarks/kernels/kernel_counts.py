@@ -30,7 +30,7 @@ from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_json
-from kvcache_compress.eval.reporting.report import markdown_table
+from kvcache_compress.eval.reporting.tables import markdown_table
 from kvcache_compress.methods.commvq.codec import CommVQCodec
 from kvcache_compress.methods.commvq.residual import ResidualBooks
 from kvcache_compress.storage.view import View

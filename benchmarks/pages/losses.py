@@ -1,15 +1,14 @@
 """Tables of losses from the committed results of comparisons."""
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
 from kvcache_compress.config import preset_names
-from kvcache_compress.eval.reporting.report import markdown_table
-from kvcache_compress.eval.reporting.tables import MISSING, Row, Table, bits_text, tables
+from kvcache_compress.eval.reporting import tables
+from kvcache_compress.eval.reporting.tables import MISSING, Row, Table, bits_text, difference, markdown_table
 from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.eval.tasks.perplexity import PART
 
@@ -20,7 +19,7 @@ BASE = "best-3bit"
 
 
 def table_of(name: str) -> Table:
-    return tables(read_cells(RESULTS / f"{name}.jsonl"))[0]
+    return tables.table_of(read_cells(RESULTS / f"{name}.jsonl"))
 
 
 def figure(cell: Cell | None, text: Callable[[dict[str, float]], str]) -> str:
@@ -75,21 +74,14 @@ def keys(table: Table) -> str:
         def text(row: Row) -> str:
             cell = row.cells.get(name)
             found = figure(cell, lambda scores: f"{scores['logprob']:.3f}")
-            missing = cell is None or cell is base or cell.error is not None
-            return found if missing else f"{found} ({difference(cell, base, 'logprob', 3)})"
+            if cell is None or cell is base or cell.error is not None:
+                return found
+            return f"{found} ({difference(cell, base, 'logprob', 3)})"
 
         return text
 
     columns = {name: answers(name, base) for name, base in table.rows[0].cells.items()}
     return described(table.rows, BITS | columns, "tasks", table.model)
-
-
-def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
-    """Mean difference of a score from another cache's, paired by sample, with its standard error."""
-    before = {record["id"]: record[score] for record in base.records}
-    changes = [record[score] - before[record["id"]] for record in cell.records]
-    error = stdev(changes) / math.sqrt(len(changes))
-    return f"{fmean(changes):+.{digits}f} ± {error:.{digits}f}"
 
 
 def held_out(table: Table) -> str:
@@ -168,5 +160,5 @@ def losses(budgets: Table) -> dict[str, dict[str, float]]:
     names = {*BUDGET_NAMES, *preset_names()}
     rows = sorted((row for row in budgets.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
     rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
-    scores = {row.cache: row.cells[budgets.columns[0].name].scores for row in rows}
+    scores = {row.cache: row.cells["1k"].scores for row in rows}
     return {name: {key: float(f"{of[key]:.4g}") for key in ("kl", "kl_999")} for name, of in scores.items()}

@@ -13,15 +13,12 @@ from typing import Any
 
 import losses
 from losses import RESULTS, cells_of, figure, mean_kl, table_of, tail_kl
+from pareto import plot_pareto
 
-from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, packed_bits, total_bytes
-from kvcache_compress.config import BUDGETS as BUDGET_NAMES
+from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, total_bytes
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.reporting.plots import plot_pareto
-from kvcache_compress.eval.reporting.report import markdown_table
-from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text
-from kvcache_compress.eval.tuning.tune import Budget
+from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, markdown_table
 from kvcache_compress.validation import parse_size, size_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,11 +37,6 @@ LADDER = {
 """Caches of the README's first table, and what each is good for."""
 PEER_BITS = {"fp8": 8.0, "hqq-4": 4.5}
 """Bits per number of peers without dense windows or tables of their own."""
-BYTES = (
-    ("smollm2-135m", 4, "8K", ("200MB", "100MB", "75MB")),
-    ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
-)
-"""Models, sequences, tokens of each sequence, and budgets on the page about tuning."""
 SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4")
 """Caches whose decode step on a CPU is in the README's sentence."""
 LLAMA, CONTEXTS = "llama-3.1-8b", ("8K", "32K", "128K")
@@ -150,25 +142,6 @@ def tuned_table() -> str:
     return markdown_table(heads, lines, (0, -1))
 
 
-def bytes_table() -> str:
-    """Table of the bits that budgets in bytes leave for a packed number, and of the best preset within each budget."""
-    lines = []
-    base = load_config("best-2bit")
-    for model, batch, context, budgets in BYTES:
-        shape, tokens = MODELS[model], parse_size(context, "context")
-        sizes = shape.layers, shape.kv_heads, shape.head_dim
-        full = size_text(2 * BF16_BYTES * math.prod(sizes) * tokens * batch)
-        for given in budgets:
-            memory = parse_size(given, "memory")
-            spare = 8 * Budget(shape, None, memory, tokens, batch).spare(base) / (2 * shape.head_dim * shape.layers)
-            bits = packed_bits(base, shape.head_dim, shape.layers, shape.kv_heads) + spare
-            fitting = (name for name in BUDGET_NAMES if total_bytes(load_config(name), *sizes, tokens, batch) <= memory)
-            preset = next((f"`{name}`" for name in fitting), "none: tune")
-            lines.append([model, f"{batch} x {context}", full, given, f"{bits:.2f}", preset])
-    heads = ["model", "contexts", "bfloat16", "budget", "bits per packed number", "preset"]
-    return markdown_table(heads, lines, (0, 1, -1))
-
-
 def memory_table() -> str:
     """Table of one model's estimated cache sizes, by preset and context."""
     sizes = [llama_sizes(context) for context in CONTEXTS]
@@ -257,7 +230,7 @@ def pages() -> dict[Path, str]:
         "docs/guides/presets.md": {"memory": memory_table()},
         "docs/guides/cpu.md": {"cpu": cpu_table(cpu)},
         "docs/guides/serve.md": {"serving": serving_table()},
-        "docs/guides/tune.md": {"tuned": tuned_table(), "bytes": bytes_table()},
+        "docs/guides/tune.md": {"tuned": tuned_table()},
     }
     found = {ROOT / path: render((ROOT / path).read_text("utf-8"), parts) for path, parts in texts.items()}
     return found | {LOSSES: json.dumps(losses.losses(budgets), indent=1) + "\n"}
@@ -277,8 +250,7 @@ def check_or_write(found: dict[Path, str]) -> None:
 def main() -> None:
     check_or_write(pages())
     if "--check" not in sys.argv[1:]:
-        budgets = table_of("budgets")
-        plot_pareto(budgets, budgets.columns[0], ROOT / "docs" / "images" / "pareto.png")
+        plot_pareto(table_of("budgets"), "1k", ROOT / "docs" / "images" / "pareto.png")
 
 
 if __name__ == "__main__":

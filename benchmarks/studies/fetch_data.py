@@ -33,7 +33,7 @@ def gsm8k(_: str) -> str:
 
 
 def longbench(path: str) -> str:
-    rows = hub_rows("zai-org/LongBench", Path(path).stem)[: 20 if path.endswith("_zh.jsonl") else 60]
+    rows = hub_rows(Path(path).stem)[: 20 if path.endswith("_zh.jsonl") else 60]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

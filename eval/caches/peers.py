@@ -28,6 +28,7 @@ from .caches import CacheSpec, Measured
 GROUP_SIZE = 64
 """Numbers that share a 16-bit scale and a 16-bit zero point."""
 RESIDUAL_LENGTH = 128
+"""Tokens after which the dense residual is quantized."""
 
 
 def fp8_cache() -> CacheSpec:
@@ -36,7 +37,7 @@ def fp8_cache() -> CacheSpec:
     return CacheSpec("fp8", lambda model: QuantizedCache("fp8", model.config), _measure_quantized, False, description)
 
 
-def grouped_cache(backend: str, bits: int, *, residual_length: int = RESIDUAL_LENGTH) -> CacheSpec:
+def grouped_cache(backend: str, bits: int) -> CacheSpec:
     """Spec of `QuantizedCache` with hqq or optimum-quanto: groups of consecutive numbers of a token.
 
     At its first use on a machine quanto compiles an extension, which takes about 40 s and a C++ compiler.
@@ -44,7 +45,6 @@ def grouped_cache(backend: str, bits: int, *, residual_length: int = RESIDUAL_LE
     Args:
         backend: `hqq` or `quanto`.
         bits: 1, 2, 3, 4 or 8 for hqq; 2 or 4 for quanto.
-        residual_length: tokens after which the dense residual is quantized.
 
     Raises:
         ImportError: The package is not installed.
@@ -52,7 +52,7 @@ def grouped_cache(backend: str, bits: int, *, residual_length: int = RESIDUAL_LE
     module, axis = {"hqq": ("hqq", 1), "quanto": ("optimum.quanto", 0)}[backend]
     require(module, f"caches of {backend}", module, "peers")
     options = {"nbits": bits, "axis_key": axis, "axis_value": axis, "q_group_size": GROUP_SIZE}
-    options["residual_length"] = residual_length
+    options["residual_length"] = RESIDUAL_LENGTH
 
     def make(model: PreTrainedModel) -> Cache:
         if backend == "quanto":
@@ -63,7 +63,7 @@ def grouped_cache(backend: str, bits: int, *, residual_length: int = RESIDUAL_LE
     return CacheSpec(f"{backend}-{bits}", make, _measure_quantized, False, description)
 
 
-PEERS: dict[str, Callable[..., CacheSpec]] = {
+PEERS: dict[str, Callable[[], CacheSpec]] = {
     f"{backend}-{bits}": functools.partial(grouped_cache, backend, bits)
     for backend in ("hqq", "quanto")
     for bits in (4, 2)

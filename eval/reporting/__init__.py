@@ -1,1 +1,1 @@
-"""Tables, plots and the HTML report of a comparison."""
+"""Tables of results."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.tasks.benchmark import Record
-from kvcache_compress.files.text import parse_json, read_text
+from kvcache_compress.files.text import read_text
 
 SUFFIX = ".jsonl"
 _UNFINISHED = '{"unfinished": '
@@ -110,7 +110,7 @@ class ResultTable:
                 if partial:
                     self._unfinished.append(json.loads(line))
                 else:
-                    self._cells.append(Cell(**parse_json(line, "cell")))
+                    self._cells.append(Cell(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 if not partial:  # a partial line is empty, or an interruption cut it short
                     raise ValueError(f"{self.path}, line {number}: not a cell of a comparison: {error}") from error

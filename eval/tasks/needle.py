@@ -15,11 +15,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.validation import AnyList, AnyPath, Seed, quoted, require
+from kvcache_compress.validation import AnyList, AnyPath, Seed, require
 
 from .benchmark import Benchmark, Record, Sample
 from .haystack import haystack_words, hide
@@ -39,7 +39,7 @@ class Wording(NamedTuple):
     needle: str
     question: str
     answer: str | None
-    answer_prefix: str = ""
+    answer_prefix: str
 
 
 WORDINGS: dict[Mode, Wording] = {
@@ -57,9 +57,7 @@ class Needle(Benchmark):
     """A sentence or a pass key hidden in long texts and asked for, over a grid of lengths and depths.
 
     A prompt has as many tokens as its length, or a few less because it is cut at a word. Lengths beyond the model's
-    positions are skipped and named. The needle goes between two sentences. A wording of your own needs `needle`,
-    `question` and `answer` together; passkey mode draws the answer itself. Its `answer_prefix` is empty by default.
-    Repeats have other haystacks and pass keys.
+    positions are skipped and named. The needle goes between two sentences. Repeats have other haystacks and pass keys.
 
     `scoring="generate"` (the default for a needle) judges the text that the model writes. `"forced"` (the default for a
     pass key) tests whether each token of the answer is the most likely one, and averages log-probabilities.
@@ -78,10 +76,6 @@ class Needle(Benchmark):
     haystack: AnyPath | None = Field(
         default=None, description="Folder of .txt files; sentences made from the seed by default."
     )
-    needle: str | None = Field(default=None, description="Your own needle; {answer} stands for the answer.")
-    question: str | None = Field(default=None, description="Your own question.")
-    answer: str | None = Field(default=None, description="Your own answer.")
-    answer_prefix: str | None = Field(default=None, description="Start of the model's answer.")
     digits: int = Field(default=5, ge=1, le=1000, description="Digits of a pass key.")
     repeats: int = Field(default=1, ge=1, le=10_000, description="Samples per length and depth.")
     seed: Seed = Field(default=0, description="Random seed of haystacks and pass keys.")
@@ -94,16 +88,6 @@ class Needle(Benchmark):
     cached_question: bool = Field(
         default=True, description="Feed the question through the cache under test, instead of prefilling it."
     )
-
-    @model_validator(mode="after")
-    def _check_wording(self) -> "Needle":
-        wanted = ["needle", "question", "answer"] if self.mode == "needle" else ["needle", "question"]
-        given = [name for name in ("needle", "question", "answer") if getattr(self, name) is not None]
-        if given not in ([], wanted):
-            raise ValueError(f"mode {self.mode} needs {', '.join(wanted)} together (got {', '.join(given)})")
-        if self.mode == "passkey" and self.needle is not None and "{answer}" not in self.needle:
-            raise ValueError(f"needle={quoted(self.needle)} must contain {{answer}} in mode passkey")
-        return self
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         fitting = [length for length in self.lengths if self._length_problem(model, length) is None]
@@ -141,15 +125,8 @@ class Needle(Benchmark):
     def _scoring(self) -> Scoring:
         return self.scoring or ("forced" if self.mode == "passkey" else "generate")
 
-    @property
-    def _wording(self) -> Wording:
-        wording = WORDINGS[self.mode]
-        if self.needle is not None and self.question is not None:
-            wording = Wording(self.needle, self.question, self.answer)
-        return wording if self.answer_prefix is None else wording._replace(answer_prefix=self.answer_prefix)
-
     def _sample(self, tokenizer: PreTrainedTokenizerBase, repeat: int, length: int, depth: float) -> Sample:
-        wording = self._wording
+        wording = WORDINGS[self.mode]
         chance = random.Random(f"{self.seed},{length},{depth},{repeat}")
         answer = wording.answer or str(chance.randrange(10 ** (self.digits - 1), 10**self.digits))
         needle = wording.needle.replace("{answer}", answer)
@@ -161,7 +138,7 @@ class Needle(Benchmark):
             context = f"{INTRODUCTION}{hide(needle, words[:count], depth)}\n\n"
             if self.chat_template:
                 return as_chat(tokenizer, context, wording.question, wording.answer_prefix)
-            return context, wording.question + (wording.answer_prefix and f" {wording.answer_prefix}")
+            return context, f"{wording.question} {wording.answer_prefix}"
 
         def tokens(count: int) -> int:
             return len(text_ids(tokenizer, "".join(parts(count)), special=special))

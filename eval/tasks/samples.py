@@ -1,5 +1,6 @@
 """Helpers of benchmarks: rows of a .jsonl file, tokenized prompts, forced and generated answers."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun, positions_of
-from kvcache_compress.files.text import parse_json, read_text
+from kvcache_compress.files.text import read_text
 
 from .benchmark import Sample
 
@@ -23,7 +24,10 @@ def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(read_text(path, f"data={str(path)!r}").split("\n"), start=1):
         if not line.strip():
             continue
-        row = parse_json(line, f"{path}, line {number}")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: {type(row).__name__} instead of a JSON object")
         check_columns(row, columns, f"{path}, line {number}")

@@ -43,9 +43,8 @@ class TuningResult(NamedTuple):
 def tune_config(
     model: str, texts: Sequence[Path], output: Path, *, bits: float | None = None, memory: str | None = None,
     context: str | None = None, batch: int = 1, check_texts: Sequence[Path] = (), base: str = "best-2bit",
-    sinks: int | None = None, recent: int | None = None, levels: Sequence[float] = LEVELS,
-    windows: int = 2, prefix: int = 1024, scored: int = 96, codebooks: Path | None = None,
-    statistics: Path | None = None, dtype: str = "float32", device: str | None = None,
+    levels: Sequence[float] = LEVELS, windows: int = 2, prefix: int = 1024, scored: int = 96,
+    codebooks: Path | None = None, statistics: Path | None = None, dtype: str = "float32", device: str | None = None,
     on_progress: Progress | None = None,
 ) -> TuningResult:  # fmt: skip
     """Tune a config and write it to `output`; an interrupted run goes on from the file `output.measured.jsonl`.
@@ -69,8 +68,6 @@ def tune_config(
         raise ValueError(f"scored={scored}: must be at most {SCORED}")
     asked = None if memory is None else (parse_size(memory, "memory"), parse_size(context or "", "context"))
     preset = load_config(base).with_files(codebooks=codebooks, statistics=statistics)
-    dense = {name: count for name, count in (("sink_tokens", sinks), ("recent_tokens", recent)) if count is not None}
-    preset = preset.changed(**dense)
     config = preset.model_copy(update={"layers": [], "bits_by_layer": None})
     choices: Choices = {"keys": with_bits(config.keys, levels), "values": with_bits(config.values, levels)}
     texts = texts or (DEFAULT_TEXT,)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View
 
 ATTENTION_BAR = 2e-3
@@ -28,18 +28,13 @@ class Comparison(NamedTuple):
     problem: str | None
 
 
-def compare_views(
-    keys: View, values: View, query: torch.Tensor, scaling: float, mask: torch.Tensor | None = None
-) -> Comparison:
-    """Compare attention of queries `[B, Hq, 1, D]` over a layer, with a mask `[B, 1, 1, T]` over its tokens or none."""
-    slots = keys.slots
-    hidden = mask if slots is None else slots.mask(Mask(mask), 1).tensor
+def compare_views(keys: View, values: View, query: torch.Tensor, scaling: float) -> Comparison:
+    """Compare attention of queries `[B, Hq, 1, D]` over a layer."""
     return compare(
-        lambda: keys.attend(AttentionCall.of(query, mask, scaling=scaling), values)[:, 0],
+        lambda: keys.attend(AttentionCall.of(query, scaling=scaling), values)[:, 0],
         query[:, :, 0],
         lambda rows: (_decoded(keys, rows), _decoded(values, rows)),
         scaling,
-        mask=None if hidden is None else hidden.expand(len(query), -1, -1, -1),
     )
 
 
@@ -49,7 +44,6 @@ def compare(
     read: Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]],
     scaling: float,
     bar: float = ATTENTION_BAR,
-    mask: torch.Tensor | None = None,
 ) -> Comparison:
     """Compare `attend()`, `[B, Hq, D]`, for queries `[B, Hq, D]`, with plain attention; the worse of two calls counts.
 
@@ -58,31 +52,26 @@ def compare(
     Args:
         read: returns keys and values `[n, H, T, D]` of n rows of the batch, in float32.
         bar: largest error in addition to rounding of the output.
-        mask: `[B, 1, 1, T]`, True for tokens that are attended to; None for all.
     """
     batch = len(query)
     rows = sorted({int(torch.randint(batch, ())), batch - 1})
-    expected = plain_attention(query[rows].float(), *read(rows), scaling, None if mask is None else mask[rows])
-    allowed = allowed_error(expected, query.dtype, bar)
+    expected = plain_attention(query[rows].float(), *read(rows), scaling)
+    allowed = math.hypot(bar, relative_error(expected.to(query.dtype), expected))
     worst = 0.0
     for _ in range(2):
         ours = attend()
         error = relative_error(ours[rows], expected) if bool(ours.isfinite().all()) else math.nan
-        if problem := attention_problem(error, allowed):
+        if not error <= allowed:  # or NaN
+            problem = f"attention differs by {error:.1e} of its size, more than {allowed:.1e}"
             return Comparison(error if math.isfinite(error) else None, problem)
         worst = max(worst, error)
     return Comparison(worst, None)
 
 
-def plain_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
     """Attention of queries `[B, Hq, D]` over keys and values `[B, H, T, D]`, in plain torch: `[B, Hq, Dv]`."""
     grouped = query.unflatten(1, (keys.shape[1], -1))
-    scores = grouped @ keys.mT * scaling
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ values).flatten(1, 2)
+    return ((grouped @ keys.mT * scaling).softmax(-1) @ values).flatten(1, 2)
 
 
 def _decoded(side: View, rows: list[int]) -> torch.Tensor:
@@ -92,21 +81,9 @@ def _decoded(side: View, rows: list[int]) -> torch.Tensor:
     if track is not None:
         track.buffer = track.buffer[rows]
     sinks, tail = side.sinks[rows].float(), side.tail[rows].float()
-    return replace(side, sinks=sinks, tail_buffer=tail, store=store, track=track, slots=None).stored()
+    return replace(side, sinks=sinks, tail_buffer=tail, store=store, track=track).stored()
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """RMS of the difference relative to the RMS of `theirs`."""
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-
-
-def allowed_error(expected: torch.Tensor, dtype: torch.dtype, bar: float = ATTENTION_BAR) -> float:
-    """Largest relative error of attention in `dtype` that counts as rounding, for this `expected` result."""
-    return math.hypot(bar, relative_error(expected.to(dtype), expected))
-
-
-def attention_problem(error: float, allowed: float) -> str | None:
-    """Return why the time of attention with this error does not count, or None."""
-    if error <= allowed:  # False for NaN
-        return None
-    return f"attention differs by {error:.1e} of its size, more than {allowed:.1e}"

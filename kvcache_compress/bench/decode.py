@@ -19,7 +19,6 @@ from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
-from kvcache_compress.storage.shared.slots import Slots, slot_rows
 from kvcache_compress.storage.view import View
 
 from .compare import LIBRARY_BAR, compare, compare_views
@@ -62,25 +61,16 @@ def full_time(
 
 
 def compressed_time(
-    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20,
-    call: str = "plain",
-) -> dict[str, Any]:  # fmt: skip
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
+) -> dict[str, Any]:
     """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows.
 
     preset: its name, or `none` for our kernel over uncompressed keys and values.
-    call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
     """
-    keys, values, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
-    mask = None
-    if call == "mask":  # `[B, 1, 1, T]`, hides the first 3 i tokens of sequence i
-        hidden = 3 * torch.arange(batch, device=device)[:, None]
-        mask = (torch.arange(keys.shape[2], device=device) >= hidden)[:, None, None]
-
-    def attend() -> torch.Tensor:
-        return keys.attend(AttentionCall.of(query, mask, scaling=shape.head_dim**-0.5), values)
-
-    error, problem = compare_views(keys, values, query, shape.head_dim**-0.5, mask)
-    time = median_ms(attend, device, repeats)
+    keys, values, query = random_view(preset, shape, batch, tokens, device, dtype)
+    scaling = shape.head_dim**-0.5
+    error, problem = compare_views(keys, values, query, scaling)
+    time = median_ms(lambda: keys.attend(AttentionCall.of(query, scaling=scaling), values), device, repeats)
     size = _stored(keys) + _stored(values)
     numbers = 2 * batch * shape.kv_heads * keys.shape[2] * shape.head_dim
     figures = {"milliseconds": time, "gigabytes_per_second": size / time / 1e6, "bits": 8 * size / numbers}
@@ -88,12 +78,9 @@ def compressed_time(
 
 
 def random_view(
-    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fixed: bool = False
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[View, View, torch.Tensor]:
-    """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`.
-
-    They fill a static capacity if `fixed`.
-    """
+    """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`."""
     plan = middle_layer(named_config(preset))
     windows = (plan.sink_tokens, plan.recent_tokens)
     keys, values = (
@@ -108,13 +95,7 @@ def random_view(
         choice, device, ((type(c), c.options, c.context.side) for c in (keys.codec, values.codec))
     )
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    if not fixed:
-        return replace(keys, backend=backend), replace(values, backend=backend), query
-    count = tokens + sum(windows)
-    rows = slot_rows(batch, windows[0], count, tokens, device)
-    slots = Slots(windows[0], tokens, windows[1], count, rows)
-    keys, values = (replace(side, slots=slots, backend=backend, capacity=count) for side in (keys, values))
-    return keys, values, query
+    return replace(keys, backend=backend), replace(values, backend=backend), query
 
 
 def _stored(side: View) -> int:

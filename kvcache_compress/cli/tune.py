@@ -34,8 +34,6 @@ def tune(
     level: Annotated[
         list[float] | None, typer.Option(help="Bits to choose from for keys and values; repeatable.")
     ] = None,
-    sinks: Annotated[int | None, typer.Option(help="Number of first tokens that stay dense.", min=0)] = None,
-    recent: Annotated[int | None, typer.Option(help="Number of last tokens that stay dense.", min=0)] = None,
     windows: Annotated[int, typer.Option(help="Number of windows of each text to measure on.", min=1)] = 2,
     prefix: Annotated[int, typer.Option(help="Number of tokens to prefill.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Number of tokens to score after them.", min=1)] = 96,
@@ -55,8 +53,8 @@ def tune(
         levels: dict[str, Any] = {"levels": level} if level else {}
         result = tune_config(
             model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
-            check_texts=check_text or [], base=base, sinks=sinks, recent=recent, windows=windows, prefix=prefix,
-            scored=scored, codebooks=codebooks, statistics=statistics, dtype=dtype, device=device,
+            check_texts=check_text or [], base=base, windows=windows, prefix=prefix, scored=scored,
+            codebooks=codebooks, statistics=statistics, dtype=dtype, device=device,
             on_progress=ProgressLine(), **levels,
         )  # fmt: skip
     console.print(escape(f"{result.title}:"))

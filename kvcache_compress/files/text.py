@@ -1,9 +1,8 @@
-"""Read users' text files, YAML and JSON.
+"""Read users' text files and YAML.
 
 All errors are one-line `ValueError`s that begin with the name that the caller gives the text.
 """
 
-import json
 from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
@@ -44,25 +43,6 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ValueError(f"{name}: not YAML: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # the last comes from numbers and dates
         raise ValueError(f"{name}: not YAML: {str(error).splitlines()[0]}") from None
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Parse a JSON text."""
-    try:
-        return json.loads(text, object_pairs_hook=_distinct)
-    except RecursionError:
-        raise ValueError(f"{name}: not JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{name}: not JSON: {error}") from None
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {quoted(key)} appears twice")
-        found[key] = value
-    return found
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,5 +1,6 @@
 """Scripts of `benchmarks/`: timing on the CPU, models that are hard to code, public data, counts of the kernels."""
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,18 @@ def test_data_that_are_there_stay(tmp_path: Path) -> None:
     assert {(tmp_path / name).read_text() for name in NAMES} == {"mine"}
 
 
-def test_rows_of_the_hub_become_the_files_byte_for_byte(hub: FakeHub) -> None:
+def test_rows_of_the_hub_become_the_files_byte_for_byte(hub: FakeHub, tmp_path: Path) -> None:
     text = "Title \n \n a line \n"
     hub.dataset = [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
     assert fetch_data.wikitext("") == text
     hub.dataset = [{"answer": "ü", "question": f"{number}", "more": 1} for number in range(500)]
     lines = fetch_data.gsm8k("").splitlines()
     assert (len(lines), lines[0]) == (400, '{"question": "0", "answer": "\\u00fc"}')
-    hub.dataset = {"test": [{"context": "ü", "_id": number} for number in range(200)]}
+    hub.folder = tmp_path
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for name in ("multi_news", "multifieldqa_zh"):
+            rows = (f'{{"context": "\\u00fc", "_id": {number}}}\n' for number in range(200))
+            archive.writestr(f"data/{name}.jsonl", "".join(rows))
     for name, count in (("multi_news", 60), ("multifieldqa_zh", 20)):
         lines = fetch_data.longbench(f"data/longbench/{name}.jsonl").splitlines()
         assert (len(lines), lines[0]) == (count, '{"context": "ü", "_id": 0}')

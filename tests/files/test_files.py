@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparison_cells import comparison
 from support.files.saved_files import filled
 from support.models.small_model import small_config
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.eval.provenance.results import write_json
-from kvcache_compress.eval.reporting.plots import plot_pareto
-from kvcache_compress.eval.reporting.tables import tables
 from kvcache_compress.eval.runner.comparison import Comparison
 from kvcache_compress.eval.tasks.haystack import haystack_words
 from kvcache_compress.eval.tasks.longbench.data import TASKS, load_rows
@@ -29,7 +26,7 @@ from kvcache_compress.eval.tasks.samples import read_jsonl
 from kvcache_compress.eval.tasks.scoring import read_texts
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.files.lock import only_one
-from kvcache_compress.files.text import parse_json, parse_yaml
+from kvcache_compress.files.text import parse_yaml
 from kvcache_compress.methods.commvq.calibration.calibrate import check_output
 
 
@@ -88,15 +85,9 @@ def test_a_file_system_without_locks(
     assert not list(tmp_path.iterdir())
 
 
-def write_figure(path: Path) -> None:
-    table = tables(comparison())[0]
-    assert plot_pareto(table, table.columns[0], path)
-
-
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "cache": lambda path: filled(20).save(path),
     "JSON": lambda path: write_json(path, {"a": 1}, torch.device("cpu")),
-    "figure": write_figure,
 }
 
 
@@ -199,7 +190,7 @@ FILES = {
         ("x.yaml", Comparison.read),
         ("x.yaml", lambda path: read_templates(path, [TASKS["qasper"]])),
         ("x.json", lambda path: read_templates(path, [TASKS["qasper"]])),
-        ("qasper.jsonl", lambda path: load_rows(str(path), "v1", ["qasper"])),
+        ("qasper.jsonl", lambda path: load_rows(path, "v1", ["qasper"])),
         ("x.txt", read_texts),
         ("x.txt", lambda path: haystack_words(path.parent, 5, 0)),
     ],
@@ -220,19 +211,12 @@ def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path
     assert message in text or "no .txt file" in text or "no file qasper.jsonl" in text
 
 
-JSON = {
-    "brackets": ("[" * 100_000, "not JSON: nested too deeply"),
-    "digits": ('{"a": ' + "9" * 5000 + "}", "not JSON: "),
-    "twice": ('{"a": 1, "a": 2}', "not JSON: key 'a' appears twice"),
-    "cut": ('{"a": ', "not JSON: "),
-}
+JSON = {"brackets": "[" * 100_000, "digits": '{"a": ' + "9" * 5000 + "}", "cut": '{"a": '}
 
 
 @pytest.mark.parametrize("case", JSON)
 def test_json(case: str, tmp_path: Path) -> None:
-    text, message = JSON[case]
     path = tmp_path / "x.json"
-    path.write_text(text)
-    refused(lambda: parse_json(text, "x.json"), "x.json: ", message)
-    refused(lambda: read_jsonl(path, ()), "x.json, line 1", message)
-    refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", message)
+    path.write_text(JSON[case])
+    refused(lambda: read_jsonl(path, ()), "x.json, line 1", "not JSON: ")
+    refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", "not YAML: ")

@@ -116,8 +116,9 @@ def test_estimates_of_commvq_by_hand() -> None:
     assert total_bytes(config, 30, 3, 64, 180, batch=2) == 2 * (dense + 99 * 90 * per_head + 164 * 128) + 30 * books
 
 
-def test_memory_where_a_preset_does_not_fit() -> None:
-    result = runner.invoke(app, ["memory", "--all", "--head-dim", "80"])
+def test_memory_where_a_preset_does_not_fit(tmp_path: Path) -> None:
+    transformers.LlamaConfig(head_dim=80).save_pretrained(tmp_path)
+    result = runner.invoke(app, ["memory", "--all", "--model", str(tmp_path)])
     assert result.exit_code == 0
     assert "kivi-2bit: group_size=32" in result.output
     assert "turboquant-4bit" in result.output
@@ -128,7 +129,7 @@ def test_memory_counts_full_attention_layers(tmp_path: Path) -> None:
     result = runner.invoke(app, ["memory", "--model", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "2 full-attention layers" in result.output
-    result = runner.invoke(app, ["memory", "--tokens", "131072"])
+    result = runner.invoke(app, ["memory", "--context", "131072"])
     assert "16.00" in result.output  # GiB of Llama-3.1-8B's bfloat16 cache at 128K
 
 
@@ -170,7 +171,7 @@ def refused(*arguments: str) -> str:
     return " ".join(ran.output.split())
 
 
-ON_FILES = ("compare", "replay", "report")
+ON_FILES = ("compare", "replay")
 """Commands of `eval` that are about a comparison's file."""
 
 

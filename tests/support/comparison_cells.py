@@ -4,22 +4,21 @@ from typing import Any
 
 from kvcache_compress.eval.runner.table import Cell
 
-HOSTILE = '<script>alert("x")</script>|*量子*'
 CONFIGS: dict[str, dict[str, Any]] = {
     "full": {"class": "DynamicCache"},
     "hqq-4": {"class": "QuantizedCache", "backend": "hqq"},
     "tq-4": {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "backend": "auto"},
     "tq-2": {"keys": {"method": "none"}, "values": {"method": "turboquant"}, "backend": "auto"},
-    HOSTILE: {},
+    "other-3": {},
 }
 MAIN = {"perplexity": ("kl", False), "needle": ("recall", True)}
 # Packed bits, bits of the whole cache, KL, recall; None for a missing cell, text for one that failed.
 FIGURES: dict[str, tuple[float, float, Any, Any]] = {
     "full": (16.0, 16.0, 0.0, 0.75),
-    "hqq-4": (4.5, 4.5, 0.0112, "out of memory: tried <b>8 GiB</b>"),
+    "hqq-4": (4.5, 4.5, 0.0112, "out of memory: tried 8 GiB"),
     "tq-4": (4.25, 8.0, 0.002, 0.75),
     "tq-2": (2.25, 6.0, 0.04, 0.5),
-    HOSTILE: (2.5, 20.0, 0.01, None),
+    "other-3": (2.5, 20.0, 0.01, None),
 }
 
 
@@ -43,7 +42,7 @@ def cell(cache: str, kind: str, score: Any, *, bits: tuple[float, float] = (4.0,
         "commit": "abc123",
         "date": "2025-01-02T03:04:05+00:00",
         "versions": {"torch": "2.13.0", "hqq": None},
-        "hardware": {"cpu": "A & B", "accelerator": None},
+        "hardware": {"cpu": "A", "accelerator": None},
     }
     if isinstance(score, str):
         return Cell(**{**fields, "error": score, **changes})

@@ -38,7 +38,7 @@ class LongBench(Benchmark):
     limit: int | None = Field(default=None, ge=1, description="Most rows of each task to take; all by default.")
     version: Version = Field(default="v1", description="LongBench, or LongBench-E (even lengths).")
     tasks: AnyTuple[str] = Field(default=(), description="Task, group, en or zh; all by default.")
-    data: str | None = Field(default=None, description="Folder or file of .jsonl, or a dataset of the hub.")
+    data: AnyPath | None = Field(default=None, description="Folder or file of .jsonl; the hub's dataset by default.")
     prompts: AnyPath | None = Field(
         default=None, description="The benchmark's dataset2prompt.json; our own prompts by default."
     )

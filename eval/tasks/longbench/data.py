@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kvcache_compress.eval.tasks.samples import check_columns, read_jsonl
 from kvcache_compress.files.text import read_yaml
 from kvcache_compress.modeling.hub import check_hub
-from kvcache_compress.validation import quoted, require
+from kvcache_compress.validation import quoted
 
 Version = Literal["v1", "e"]
 
@@ -90,33 +90,33 @@ def resolve_tasks(names: Sequence[str], version: Version) -> list[Task]:
     return [task for task in known if not names or {task.name, task.group, task.language} & set(names)]
 
 
-def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> list[Row]:
+def load_rows(data: Path | None, version: Version, names: Sequence[str] = ()) -> list[Row]:
     """Load the rows of tasks, in the benchmark's order of tasks.
 
     Args:
-        data: a folder with `TASK.jsonl` (`TASK_e.jsonl` for E), one such file, or a dataset of the hub; by default the
-            benchmark's own dataset.
+        data: a folder with `TASK.jsonl` (`TASK_e.jsonl` for E), or one such file; by default the benchmark's dataset on
+            the hub.
         version: the version of the benchmark.
         names: see `resolve_tasks`. A folder must have the tasks that are named one by one; of groups it may lack some.
 
     Raises:
         ValueError: There is no such task; a file is missing, empty or malformed; or rows lack a column.
-        OSError: The hub cannot be reached, or has no such dataset.
+        OSError: The hub cannot be reached.
     """
     tasks = resolve_tasks(names, version)
-    source = HUB if data is None else data
-    path, stems = Path(source), {task: f"{task.name}_e" if version == "e" else task.name for task in tasks}
-    if isfile(path):
+    stems = {task: f"{task.name}_e" if version == "e" else task.name for task in tasks}
+    source = str(data or HUB)
+    if data is None:
+        rows_by_task = {task: hub_rows(stem) for task, stem in stems.items()}
+    elif isfile(data):
         rows_by_task = {
-            task: read_jsonl(path, ()) for task, stem in stems.items() if len(tasks) == 1 or stem == path.stem
+            task: read_jsonl(data, ()) for task, stem in stems.items() if len(tasks) == 1 or stem == data.stem
         }
-    elif isdir(path):
-        files = {task: path / f"{stem}.jsonl" for task, stem in stems.items()}
+    elif isdir(data):
+        files = {task: data / f"{stem}.jsonl" for task, stem in stems.items()}
         rows_by_task = {task: read_jsonl(file, ()) for task, file in files.items() if file.is_file()}
-    elif source.count("/") == 1 and not path.suffix.startswith(".json"):
-        rows_by_task = {task: hub_rows(source, stem) for task, stem in stems.items()}
     else:
-        raise ValueError(f"data={quoted(source)}: no such file or folder, and no OWNER/NAME of a dataset on the hub")
+        raise ValueError(f"data={quoted(source)}: no such file or folder")
     missing = [task for task in tasks if task not in rows_by_task and (task.name in names or not rows_by_task)]
     if missing:
         raise ValueError(f"data={quoted(source)}: no file {', '.join(f'{stems[task]}.jsonl' for task in missing)}")
@@ -127,37 +127,21 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     ]
 
 
-def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
-    """The rows of one configuration of a dataset on the hub.
+def hub_rows(stem: str) -> list[dict[str, Any]]:
+    """Read the rows of one file of the benchmark's dataset, which is an archive on the hub.
 
     Raises:
-        ValueError: The dataset has no such configuration.
         OSError: The hub cannot be reached.
     """
-    try:
-        return _fetch(name, stem)
-    except OSError as error:
-        raise OSError(
-            f"data={name!r}: not a local file or folder, and the hub cannot be reached. Download the dataset elsewhere "
-            f"and give its folder as data ({error})"
-        ) from error
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"data={name!r}: no {stem} that could be read: {error}") from error
-
-
-def _fetch(name: str, stem: str) -> list[dict[str, Any]]:
     from huggingface_hub import constants, hf_hub_download
 
-    datasets = require("datasets", "data sets on the hub", "datasets")
-    if not constants.HF_HUB_OFFLINE:
-        check_hub(name, "dataset")
     try:
-        return list(next(iter(datasets.load_dataset(name, stem).values())))
-    except RuntimeError as error:
-        if "script" not in str(error):
-            raise
-    # The original dataset is a script, which `datasets` 4 and later refuse to run, beside an archive of files.
-    with zipfile.ZipFile(hf_hub_download(name, "data.zip", repo_type="dataset")) as archive:
+        if not constants.HF_HUB_OFFLINE:
+            check_hub(HUB, "dataset")
+        archive = zipfile.ZipFile(hf_hub_download(HUB, "data.zip", repo_type="dataset"))
+    except OSError as error:
+        raise OSError(f"{HUB} cannot be read: {error}. Download it elsewhere and give its folder as data") from error
+    with archive:
         lines = archive.read(f"data/{stem}.jsonl").decode("utf-8").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcache_compress.files.text import parse_json, read_text, read_yaml
+from kvcache_compress.files.text import read_yaml
 
 from .data import Task
 
@@ -36,7 +36,7 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, str]:
     """
     path = path or OWN_PROMPTS
     name = f"prompts={str(path)!r}"
-    texts = parse_json(read_text(path, name), name) if path.suffix == ".json" else read_yaml(path, name)
+    texts = read_yaml(path, name)
     if not isinstance(texts, dict) or not all(isinstance(template, str) for template in texts.values()):
         raise ValueError(f"{name}: must be a mapping of task names to templates, which are texts")
     if missing := [task.name for task in tasks if task.name not in texts]:

@@ -1,4 +1,4 @@
-"""The commands of `kvcache-compress eval`: one per benchmark, `compare`, `replay` and `report`."""
+"""The commands of `kvcache-compress eval`: one per benchmark, `compare` and `replay`."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache_compress.eval.reporting.report import write_report
 from kvcache_compress.eval.runner import comparison as comparisons
 from kvcache_compress.eval.runner import replay as replays
 from kvcache_compress.eval.runner.processes import LaunchedProcesses
@@ -32,7 +31,7 @@ def compare(
     file: Annotated[Path, typer.Argument(help="YAML file with models, caches, benchmarks and output.")],
     output: Annotated[Path | None, typer.Option(help="File of results (.jsonl), instead of the file's.")] = None,
 ) -> None:
-    """Compare caches on models and benchmarks; write a table of results and its report."""
+    """Compare caches on models and benchmarks; write a table of results."""
     processes = LaunchedProcesses()
     main_process = processes.index == 0
     try:
@@ -50,9 +49,6 @@ def compare(
             show([cell for cell in cells if cell.key[:2] == benchmark])
         for problem in problems:
             typer.echo(f"error: {problem}", err=True)
-        if cells:
-            write_report(comparison.output)
-            typer.echo(f"report: {comparison.output.with_suffix('.html')}")
     if problems or any(cell.error is not None for cell in cells):
         raise typer.Exit(1)
 
@@ -75,13 +71,7 @@ def replay(
         raise typer.Exit(1)
 
 
-def report(file: Annotated[Path, typer.Argument(help="Results of a comparison (.jsonl), finished or not.")]) -> None:
-    """Write a comparison's report: one HTML file, and its plots."""
-    for path in write_report(file):
-        typer.echo(path)
-
-
 for _benchmark in BENCHMARKS:
     _add_command(_benchmark.kind, benchmark_command(_benchmark))
-for _run in (compare, replay, report):
+for _run in (compare, replay):
     _add_command(_run.__name__, _run)

@@ -14,6 +14,7 @@ from rich.table import Table
 from kvcache_compress.eval.caches.caches import full_cache
 from kvcache_compress.eval.caches.peers import PEERS
 from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.eval.reporting.tables import difference
 from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Runner
@@ -126,10 +127,15 @@ def _terminal_table(cells: Sequence[Cell]) -> Table:
     title = f"{head.model}, {head.benchmark['name']}: {head.samples} samples"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("cache", overflow="fold")
-    for heading in ("bits packed", "bits all", *names, "packed tokens", "seconds"):
+    compared = head.cache["lossless"] and head.benchmark["higher_is_better"]  # a KL is a difference itself
+    main = head.benchmark["main_score"] if head.benchmark["main_score"] in head.records[0] else "score"
+    more = [f"{main} - full's"] if compared else []
+    for heading in ("bits packed", "bits all", *names, *more, "packed tokens", "seconds"):
         table.add_column(heading, justify="right")
     for cell in cells:
         bits = f"{cell.packed_bits:.2f}", f"{cell.all_bits:.2f}"
-        scores = (f"{cell.scores[name]:.4f}" for name in names)
+        scores = [f"{cell.scores[name]:.4f}" for name in names]
+        if compared:
+            scores.append("" if cell is head else difference(cell, head, main, 3))
         table.add_row(cell.cache["name"], *bits, *scores, f"{cell.packed_tokens['least']:.0f}", f"{cell.seconds:.1f}")
     return table

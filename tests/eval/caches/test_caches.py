@@ -17,7 +17,6 @@ from kvcache_compress import enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec, Measured, full_cache, preset_cache
 from kvcache_compress.eval.caches.peers import fp8_cache, grouped_cache, stored_bytes
 from kvcache_compress.eval.caches.prefill import prefill
-from kvcache_compress.eval.caches.resolve import resolve_cache
 
 IDS = torch.arange(150)[None] * 7 % 64
 MORE = torch.arange(90) * 5 % 64
@@ -226,14 +225,6 @@ def test_dense_residual_counts_in_all_bits_alone(model: LlamaForCausalLM) -> Non
     assert (found.packed_tokens, found.packed_bits) == (TOKENS, 4.5)
     assert found.all_bits == pytest.approx((3 * 4.5 + 16) / 4)
     assert found.total_bytes == NUMBERS * 4.5 / 8 + 2 * NUMBERS / 3
-
-
-@needs_hqq
-def test_residual_is_packed_when_full(model: LlamaForCausalLM) -> None:
-    spec = resolve_cache("hqq-4@residual=32")
-    assert spec.name == "hqq-4@residual=32"
-    found = filled(model, spec, TOKENS, 32)
-    assert (found.packed_tokens, found.all_bits) == (TOKENS + 32, 4.5)
 
 
 @pytest.mark.slow  # quanto compiles an extension on its first use

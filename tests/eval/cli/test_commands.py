@@ -68,7 +68,7 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert 0 < cells["mine"].packed_tokens["least"] < 100
     assert cells["mine"].cache["config"]["recent_tokens"] == method_config("turboquant")["recent_tokens"]
     assert str(folder) not in (tmp_path / "out.jsonl").read_text()
-    assert "mine" in (tmp_path / "out.html").read_text()
+    assert re.search(r"mine +\d\.\d\d", ran.output)
     again = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out.jsonl")])
     assert "[0/0] words" in again.stderr
     assert by_name(tmp_path / "out.jsonl") == cells
@@ -90,7 +90,6 @@ def test_two_processes_give_the_scores_of_one(folder: Path, tmp_path: Path) -> N
         assert cell.hardware["processes"] == 2
         assert [record["id"] for record in cell.records] == [record["id"] for record in alone[name].records]
         assert cell.scores == pytest.approx(alone[name].scores, rel=1e-6)
-    assert (tmp_path / "two.html").is_file()
 
 
 def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +110,6 @@ def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypat
     assert cells["words", "mine"].error is None
     assert "no such file" in cells["nowhere", "full"].error
     assert "4106 tokens" in cells["long", "full"].error
-    assert (tmp_path / "out.html").is_file()
     monkeypatch.setitem(sys.modules, "hqq", None)
     ran = CliRunner().invoke(app, ["compare", write(tmp_path / "c.yaml", settings(folder, caches=["hqq-4"]))])
     assert 'need hqq: pip install "kvcache-compress[peers]"' in ran.stderr
@@ -261,8 +259,6 @@ def test_wrong_options_are_one_line_or_a_usage_error(tmp_path: Path) -> None:
         ("perplexity", {"widows": 1}, "'widows'"),
         ("ruler", {}, "ruler: data"),
         ("ruler", {"data": "x.jsonl", "task": "sums"}, "task='sums'"),
-        ("needle", {"needle": "N {answer}."}, r"needs needle, question, answer together \(got needle\)"),
-        ("needle", {"mode": "passkey", "needle": "N.", "question": "Q?"}, r"needle='N\.'"),
         ("needle", {"depths": [1.5]}, r"depths\.0=1\.5"),
         ("turns", {"texts": ["a"]}, "texts="),
         ("turns", {"texts": ["a", "b"], "cases": []}, "cases="),

@@ -143,7 +143,7 @@ def test_windows_in_a_name(model: LlamaForCausalLM, text: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["turboquant-5000bit", "turboquant-4bit@sinks", "turboquant-4bit@bits=2", "fp8@recent=0", "full@residual=0"]
+    "name", ["turboquant-5000bit", "turboquant-4bit@sinks", "turboquant-4bit@bits=2", "fp8@recent=0", "full@sinks=0"]
 )
 def test_bad_cache_names(name: str) -> None:
     with pytest.raises(ValueError, match=f"cache='{name}'"):

@@ -118,16 +118,6 @@ def test_question_and_answer_follow_the_context(model: LlamaForCausalLM) -> None
     assert "answer_ids" not in sample.data
 
 
-def test_own_wording(model: LlamaForCausalLM) -> None:
-    tokenizer = Words()
-    own = {"needle": "Ann likes {answer} (really).", "question": "What does Ann like?", "answer": "old {trains}"}
-    (sample,) = Needle(lengths=[100], depths=[0.5], **own).samples(model, tokenizer)
-    assert "Ann likes old {trains} (really). " in text_of(sample, tokenizer)
-    assert tokenizer.decode(sample.question[0]) == "\n\nWhat does Ann like?"
-    (sample,) = Needle(lengths=[100], depths=[0.5], answer_prefix="She likes", **own).samples(model, tokenizer)
-    assert tokenizer.decode(sample.question[0]) == "\n\nWhat does Ann like? She likes"
-
-
 def test_scores_by_hand() -> None:
     assert word_recall("one green lantern over two", "Two lanterns: a GREEN lantern.") == 3 / 5
     assert word_recall("one green lantern", "") == 0

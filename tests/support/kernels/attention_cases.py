@@ -346,7 +346,7 @@ def plain_attention(
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """RMS of the difference relative to the RMS of `theirs`, beyond that of `theirs` rounded to the dtype of `ours`.
 
-    Rounding is independent of other errors, so that the squares of both add up, as in `bench.compare.allowed_error`.
+    Rounding is independent of other errors, so that the squares of both add up, as in `bench.compare`.
     """
     square = relative_error(ours, theirs) ** 2 - relative_error(theirs.to(ours.dtype), theirs) ** 2
     return 0.0 if square < 0 else math.sqrt(square)  # NaN stays NaN
