@@ -54,14 +54,15 @@ emulate: $(VENV)/.tests
 	KVCACHE_COMPRESS_TEST_DEVICE=ptx:$(TARGET) $(BIN)/pytest -n $(WORKERS) tests/triton_kernels
 
 # Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
-# That Python needs torch, triton, transformers and pydantic. A machine without pydantic gets build/vendor from another.
+# That Python needs torch, triton, transformers and pydantic; build/vendor, made on another machine, has the last one, and
+# pytest for the kernels' tests.
 bench-gpu: build/bench
 	PYTHONPATH=build/bench:build/vendor $(PYTHON) benchmarks/gpu.py --output $(OUTPUT) \
 		$(if $(MINUTES),--minutes $(MINUTES))
 
 build/vendor:
 	$(PYTHON) -m pip install --quiet --target $@ --constraint constraints.txt --only-binary :all: \
-		--python-version $(GPU_PYTHON) pydantic
+		--python-version $(GPU_PYTHON) pydantic pytest
 
 # The package as it would be installed.
 build/bench:
