@@ -53,7 +53,7 @@ kernels: $(VENV)/.tests
 emulate: $(VENV)/.tests
 	KVCACHE_COMPRESS_TEST_DEVICE=ptx:$(TARGET) $(BIN)/pytest -n $(WORKERS) tests/triton_kernels
 
-# Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
+# Measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
 # That Python needs torch, triton, transformers and pydantic; build/vendor, made on another machine, has the last one, and
 # pytest for the kernels' tests.
 bench-gpu: build/bench
