@@ -64,7 +64,7 @@ class Digits(NamedTuple):
 
     scale: field of the scales; tables: words that hold the table of digits of two bits.
     group, rotary: tokens per group, and pairs of channels that RoPE rotates.
-    columns: of the map.
+    columns: of the map; in_order: True if all real parts come first.
     """
 
     parts: tuple[Part, ...]
@@ -73,6 +73,7 @@ class Digits(NamedTuple):
     group: int
     rotary: int
     columns: int
+    in_order: bool
 
 
 BIT = assembly.block(
@@ -120,12 +121,15 @@ def turn_kernel(
     o_near = tl.minimum(o_r, n_pairs - 1)
     p_q += ((i_bh * rows + o_near % rows) * DIM)[:, None]
     m_p = o_p < DIM // 2
-    o_x, o_y = tl.load(p_order + o_p, mask=m_p, other=0), tl.load(p_order + DIM // 2 + o_p, mask=m_p, other=0)
+    o_x, o_y = o_p, DIM // 2 + o_p
+    if not META.in_order:
+        o_x, o_y = tl.load(p_order + o_x, mask=m_p, other=0), tl.load(p_order + o_y, mask=m_p, other=0)
     b_x = tl.load(p_q + o_x[None, :], mask=m_p[None, :], other=0.0).to(tl.float32)
     b_y = tl.load(p_q + o_y[None, :], mask=m_p[None, :], other=0.0).to(tl.float32)
     b_top = tl.max(tl.maximum(tl.abs(b_x), tl.abs(b_y)), 1)
-    b_top = tl.exp2(tl.ceil(tl.log2(tl.where(b_top > 0, b_top, 1.0))))
-    b_x, b_y = (b_x / b_top[:, None]).to(DTYPE), (b_y / b_top[:, None]).to(DTYPE)
+    b_power = tl.ceil(tl.log2(tl.where(b_top > 0, b_top, 1.0)))
+    b_unit = tl.exp2(-b_power)[:, None]
+    b_x, b_y = (b_x * b_unit).to(DTYPE), (b_y * b_unit).to(DTYPE)
     if ROTARY:
         p_cos = p_rope + ((i_b * rope_capacity + o_near // rows) * (2 * ROTARY))[:, None] + o_p[None, :]
         b_cos = tl.load(p_cos, mask=(o_p < ROTARY)[None, :], other=1.0).to(DTYPE)
@@ -151,7 +155,7 @@ def turn_kernel(
         b_tile = tl.permute(tl.reshape(b_tile.to(DTYPE), [M, CHUNK // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
         tl.store(p_out + column, tl.reshape(b_tile, [M, CHUNK]), mask=m_r[:, None] & m_w[None, :])
     tl.store(p_shift + first + o_r, tl.sum(b_shift, 1), mask=m_r)
-    tl.store(p_rows + (i_bh * rows + o_r) * 2, b_top * tl.load(p_bound) * scaling, mask=m_r & (o_r < rows))
+    tl.store(p_rows + (i_bh * rows + o_r) * 2, tl.exp2(b_power) * tl.load(p_bound) * scaling, mask=m_r & (o_r < rows))
 
 
 def turn_call(side: KernelSide, query: torch.Tensor, heads: int, scaling: float, inputs: dict[str, Any]) -> KernelCall:
@@ -287,7 +291,7 @@ def spectral_side(
     matrix = torch.cat([*(run / unit for run in rows), means], 1)
     meta = Digits(
         tuple(parts), scale=len(planes), tables=ahead, group=group, rotary=rope.rotary if rope else 0,
-        columns=matrix.shape[1],
+        columns=matrix.shape[1], in_order=rope is None or rope.order == tuple(range(dim)),
     )  # fmt: skip
     return KernelSide(
         score,
