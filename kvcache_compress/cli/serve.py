@@ -55,10 +55,10 @@ def serve(
         try:
             import uvicorn
 
-            from kvcache_compress.serving import app  # noqa: F401
+            from kvcache_compress.serving.http import app  # noqa: F401
 
             if replicas is not None:
-                from kvcache_compress.serving import replicas as several
+                from kvcache_compress.serving.http import replicas as several
         except ImportError as error:
             extra = "serve" if replicas is None else "ray"
             fail(f'the server needs its extra: pip install "kvcache-compress[{extra}]" ({error})')
@@ -90,9 +90,9 @@ def load_server(
 ) -> Any:  # fmt: skip
     """Load a model and start its `Server`, in this process or a replica's, with logs on standard error."""
     from kvcache_compress.eval.runner.load import load
-    from kvcache_compress.serving.app import Server
+    from kvcache_compress.serving.engine.statistics import STATISTICS_TOKENS
+    from kvcache_compress.serving.http.app import Server
     from kvcache_compress.serving.prefix_store import PrefixStore
-    from kvcache_compress.serving.statistics import STATISTICS_TOKENS
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

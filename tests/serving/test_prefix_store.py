@@ -16,7 +16,8 @@ from transformers import ContinuousBatchingConfig, Gemma3ForCausalLM, Gemma3Text
 
 from kvcache_compress import PrefixStore, compress
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.serving import contact, prefix_store
+from kvcache_compress.serving import prefix_store
+from kvcache_compress.serving.engine.allocator import Allocator
 
 CONFIG: dict[str, Any] = {
     "keys": {"method": "spectral", "bits": 4}, "values": {"method": "turboquant", "bits": 4},
@@ -217,8 +218,8 @@ def test_pages_are_found_after_a_restart(
     config = ContinuousBatchingConfig(max_requests_per_batch=2)
 
     shared: list[int] = []
-    acquire = contact._Allocator.acquire_prefix
-    monkeypatch.setattr(contact._Allocator, "acquire_prefix", lambda *args: shared.append(acquire(*args)) or shared[-1])
+    acquire = Allocator.acquire_prefix
+    monkeypatch.setattr(Allocator, "acquire_prefix", lambda *args: shared.append(acquire(*args)) or shared[-1])
 
     def answers(model: Any, ids: list[list[int]]) -> list[list[int]]:
         found = []

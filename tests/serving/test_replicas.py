@@ -20,7 +20,7 @@ pytest.importorskip("transformers", minversion="5.24", reason="the server is tha
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from kvcache_compress.cli.serve import _range_of, load_server  # noqa: E402
-from kvcache_compress.serving import replicas  # noqa: E402
+from kvcache_compress.serving.http import replicas  # noqa: E402
 
 ADDRESS = "http://127.0.0.1:8533"
 PREFIX = "".join(chr(33 + i % 90) for i in range(600))

@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 from kvcache_compress import compress
 from kvcache_compress.cli import app as cli
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.serving import app, guard
-from kvcache_compress.serving.app import Server
-from kvcache_compress.serving.metrics import Metrics
-from kvcache_compress.serving.sampling import Sampling
-from kvcache_compress.serving.verify import Verifier
+from kvcache_compress.serving.http import app, guard
+from kvcache_compress.serving.http.app import Server
+from kvcache_compress.serving.http.metrics import Metrics
+from kvcache_compress.serving.http.sampling import Sampling
+from kvcache_compress.serving.http.verify import Verifier
 
 pytest.importorskip("transformers", minversion="5.24", reason="the server is that of Transformers 5.24")
 

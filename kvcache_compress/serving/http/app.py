@@ -25,12 +25,12 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
-from .compress import compress
+from ..compress import compress
+from ..engine.statistics import built_in_text
+from ..prefix_store import PrefixStore
 from .guard import CURRENT, Guard, Record, answer_errors, refusal
 from .metrics import Gauges, Metrics
-from .prefix_store import PrefixStore
 from .sampling import Sampler, Sampling
-from .statistics import built_in_text
 from .verify import Verifier
 
 logger = logging.getLogger(__name__)
