@@ -3,8 +3,8 @@
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ _OWN = {
     "_add", "_hashes", "_stored", "_page", "_name", "_tokens", "_register", "_keep_sinks", "_copy", "acquire_prefix",
     "rejected", "sectors_of", "most_tokens",
 }  # fmt: skip
-"""Methods of the classes here that override nothing."""
+"""Methods of our classes that override nothing."""
 SLIDING_STEP_TOKENS = 512
 """Most tokens of a step by default if there are sliding layers, whose mask is as wide as the pool."""
 _CREATING = threading.Lock()
@@ -158,31 +158,30 @@ def _replaced(plan: Plan) -> Iterator[None]:
         (cb_cache, "ATTN_TYPE_TO_ALLOCATOR", kinds),
         (input_outputs, "attn_mask_is_needed", lambda config: bool(sliding) and "FLASH" not in attention),
     ]
-    with _CREATING:
-        before = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    with _CREATING, ExitStack() as originals:
         for module, name, new in replacements:
+            originals.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
-        try:
-            yield
-        finally:
-            for module, name, old in before:
-                setattr(module, name, old)
+        yield
 
 
-def check() -> None:
-    """Raise `RuntimeError` if a method of Transformers that a class here overrides takes other arguments."""
-    for kind in (Allocator, Cache, Manager):
-        for name, own in vars(kind).items():
-            if not inspect.isfunction(own) or name == "__init__" or name in _OWN:
+def check(kinds: Iterable[type], own: Container[str], versions: str) -> None:
+    """Raise `RuntimeError` if a method of Transformers that these classes override takes other arguments.
+
+    `own` are methods that override nothing, and `versions` of Transformers are known to fit.
+    """
+    for kind in kinds:
+        for name, method in vars(kind).items():
+            if not inspect.isfunction(method) or name == "__init__" or name in own:
                 continue
             base = getattr(kind.__base__, name, None)
             theirs = ["no such method"] if base is None else list(inspect.signature(base).parameters)
-            ours = list(inspect.signature(own).parameters)
+            ours = list(inspect.signature(method).parameters)
             if base is None or (ours != theirs and "args" not in ours):
                 raise RuntimeError(
-                    f"Transformers {transformers.__version__} has another continuous batching than this release knows: "
+                    f"Transformers {transformers.__version__} is not the one that this release knows: "
                     f"{kind.__base__.__name__}.{name} takes {', '.join(theirs)}, not {', '.join(ours)}. Use "
-                    "Transformers 5.19 to 5.24"
+                    f"Transformers {versions}"
                 )
 
 
@@ -195,7 +194,7 @@ def manager(
     workload_hints: Any = None,
 ) -> Any:
     """Make a manager as `init_continuous_batching` does; `plan(model, config, tokens)` plans its memory."""
-    check()
+    check((Allocator, Cache, Manager), _OWN, "5.19 to 5.24")
     cached = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(cached, Manager) and cached.plan == plan:
         cached.switch_to_cb_friendly_attn(model)

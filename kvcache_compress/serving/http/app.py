@@ -4,7 +4,6 @@
 """
 
 import copy
-import inspect
 import logging
 import random
 import sys
@@ -13,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -26,6 +24,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
 from ..compress import compress
+from ..engine.manager import check
 from ..engine.statistics import built_in_text
 from ..prefix_store import PrefixStore
 from .guard import CURRENT, Guard, Record, answer_errors, refusal
@@ -125,7 +124,7 @@ class Requests(CBGenerateManager):
         if self.waiting() >= max(LEAST_WAITING, WAITING * self.cache.pages.plan.slots):
             raise HTTPException(429, "too many requests are waiting", {"Retry-After": str(RETRY_SECONDS)})
         config.max_new_tokens = new
-        record.admitted, record.prompt = True, len(prompt)
+        record.prompt = len(prompt)
         self.metrics.prompt_tokens.inc(len(prompt))
         verified = self.verifier is not None and random.random() < self.verifier.rate
         sampling = settings(record, config, [] if verified else None)
@@ -203,7 +202,7 @@ class Server:
         most_tokens: int | None = None, verify: float = 0, key: str | None = None,
         prefix_store: PrefixStore | None = None,
     ) -> None:  # fmt: skip
-        _check()
+        check((Requests,), {"start", "waiting", "_admit", "_add", "_register"}, "5.24")
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
         metrics, self._store = Metrics(), prefix_store
         text = built_in_text(tokenizer) if statistics is None else statistics
@@ -222,8 +221,9 @@ class Server:
         models.loaded_models[model_id] = TimedModel(model, -1, tokenizer)
         state._cb_manager, state._cb_model_id = self._requests, model_id
         app = build_server(
-            models, ChatCompletionHandler(models, state), CompletionHandler(models, state),
-            ResponseHandler(models, state), None, None, state,  # no transcriptions, no decisions
+            model_manager=models, chat_handler=ChatCompletionHandler(models, state),
+            completion_handler=CompletionHandler(models, state), response_handler=ResponseHandler(models, state),
+            transcription_handler=None, systemone_handler=None, generation_state=state,
         )  # fmt: skip
         answer_errors(app)
         app.add_exception_handler(CBWorkerDeadError, lambda request, error: refusal(503, str(error)))
@@ -245,19 +245,3 @@ class Server:
         if self._store is not None:
             self._store.wait(STORE_SECONDS)
         self._compression.stop()
-
-
-def _check() -> None:
-    known = {
-        build_server: "model_manager, chat_handler, completion_handler, response_handler, transcription_handler, "
-        "systemone_handler, generation_state",
-        CBGenerateManager.generate_streaming: "self, model, processor, inputs, gen_config, request_id, response_parser",
-        CBGenerateManager.generate_non_streaming: "self, model, processor, inputs, gen_config, request_id",
-    }
-    for function, ours in known.items():
-        theirs = ", ".join(inspect.signature(function).parameters)
-        if not theirs.startswith(ours):
-            raise RuntimeError(
-                f"Transformers {transformers.__version__} has another server than this release knows: "
-                f"{function.__qualname__} takes {theirs}, not {ours}. Use Transformers 5.24"
-            )

@@ -3,7 +3,6 @@
 import logging
 import queue
 import threading
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -13,13 +12,6 @@ from .metrics import Metrics
 logger = logging.getLogger(__name__)
 WAITING = 2
 """Answers that may wait to be compared; more are left out."""
-
-
-@dataclass
-class _Answer:
-    prompt: list[int]
-    written: list[int]
-    kept: list[torch.Tensor]
 
 
 class Verifier:
@@ -33,13 +25,13 @@ class Verifier:
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, rate: float) -> None:
         self.model, self.metrics, self.rate = model, metrics, rate
-        self._answers: queue.Queue[_Answer] = queue.Queue(WAITING)
+        self._answers: queue.Queue[tuple[list[int], list[int], list[torch.Tensor]]] = queue.Queue(WAITING)
         threading.Thread(target=self._run, name="verifier", daemon=True).start()
 
     def submit(self, prompt: list[int], written: list[int], kept: list[torch.Tensor]) -> None:
         """Compare the tokens of `written` whose log-probabilities, `[vocabulary]` each, were kept."""
         try:
-            self._answers.put_nowait(_Answer(prompt, written, kept))
+            self._answers.put_nowait((prompt, written, kept))
         except queue.Full:
             logger.info("an answer is not compared with a full cache: %d others wait", WAITING)
 
@@ -47,7 +39,7 @@ class Verifier:
         while True:
             answer = self._answers.get()
             try:
-                self.compare(answer.prompt, answer.written, answer.kept)
+                self.compare(*answer)
             except Exception:
                 logger.exception("an answer could not be compared with a full cache")
 
