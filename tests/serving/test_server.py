@@ -17,7 +17,7 @@ import pytest
 import torch
 import uvicorn
 from support.models.saved_model import saved_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from kvcache_compress import compress
@@ -168,6 +168,36 @@ def test_slow_bodies_are_refused(client: httpx.Client, monkeypatch: pytest.Monke
         yield b"}"
 
     assert client.post("/v1/completions", content=slow()).status_code == 408
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 2}),
+    ],
+)
+def test_long_prompts_hold_up_nobody(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, prompt: dict[str, Any]
+) -> None:
+    """Others are answered while a prompt is being made into tokens."""
+    others, call = threading.Event(), PreTrainedTokenizerBase.__call__
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert others.wait(10)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", slow)
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(client.post(path, json=prompt).status_code))
+    thread.start()
+    time.sleep(0.2)
+    assert client.get("/health", timeout=5).status_code == 200
+    assert not statuses
+    others.set()
+    thread.join()
+    assert statuses == [200]
 
 
 def test_each_request_has_its_own_settings(client: httpx.Client) -> None:

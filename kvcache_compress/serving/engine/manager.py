@@ -165,7 +165,7 @@ def _replaced(plan: Plan) -> Iterator[None]:
         yield
 
 
-def check(kinds: Iterable[type], own: Container[str], versions: str) -> None:
+def check(kinds: Iterable[Any], own: Container[str], versions: str) -> None:
     """Raise `RuntimeError` if a method of Transformers that these classes override takes other arguments.
 
     `own` are methods that override nothing, and `versions` of Transformers are known to fit.

@@ -3,11 +3,14 @@
 `Server` starts the engine and builds the app. `Requests` admits and counts requests, whose prompts are tokens by then.
 """
 
+import asyncio
 import copy
+import inspect
 import logging
 import random
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -43,6 +46,7 @@ STORE_SECONDS = 10
 """Time for pages to be written when the server stops."""
 LEAST_BODY, BYTES_PER_TOKEN = 1 << 20, 16
 """The largest body has this many bytes, and so many more for each token that a request may have."""
+_TOKENIZING = ThreadPoolExecutor(1, "tokenizer")  # one prompt at a time: tokenizers are not for several threads
 
 
 class Requests(CBGenerateManager):
@@ -164,6 +168,26 @@ class Requests(CBGenerateManager):
         type(self._cb).register_result_handler(self._cb, request_id, counting)
 
 
+def tokenizing(handler: Any) -> Any:
+    """Subclass one of Transformers' handlers: a thread makes tokens of its prompts, while the event loop goes on."""
+
+    class Handler(handler):
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            prepare = super().handle_request
+            loop = asyncio.get_running_loop()
+            begin = await loop.run_in_executor(_TOKENIZING, lambda: asyncio.run(prepare(body, request_id)))
+            answer = begin()
+            return await answer if inspect.isawaitable(answer) else answer
+
+        def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+            return partial(super()._streaming, *args, **kwargs)
+
+        async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+            return partial(super()._non_streaming, *args, **kwargs)
+
+    return Handler
+
+
 def settings(record: Record, config: Any, kept: list[torch.Tensor] | None) -> Sampling:
     """Settings of a request: what its body says, and the model's defaults."""
     body = record.body
@@ -202,7 +226,8 @@ class Server:
         most_tokens: int | None = None, verify: float = 0, key: str | None = None,
         prefix_store: PrefixStore | None = None,
     ) -> None:  # fmt: skip
-        check((Requests,), {"start", "waiting", "_admit", "_add", "_register"}, "5.24")
+        kinds = [tokenizing(kind) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler)]
+        check([Requests, *kinds], {"start", "waiting", "_admit", "_add", "_register"}, "5.24")
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
         metrics, self._store = Metrics(), prefix_store
         text = built_in_text(tokenizer) if statistics is None else statistics
@@ -220,9 +245,9 @@ class Server:
         models.force_model, model_id = name, models.process_model_name(name)
         models.loaded_models[model_id] = TimedModel(model, -1, tokenizer)
         state._cb_manager, state._cb_model_id = self._requests, model_id
+        chat, completion, response = (kind(models, state) for kind in kinds)
         app = build_server(
-            model_manager=models, chat_handler=ChatCompletionHandler(models, state),
-            completion_handler=CompletionHandler(models, state), response_handler=ResponseHandler(models, state),
+            model_manager=models, chat_handler=chat, completion_handler=completion, response_handler=response,
             transcription_handler=None, systemone_handler=None, generation_state=state,
         )  # fmt: skip
         answer_errors(app)
