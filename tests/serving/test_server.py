@@ -287,6 +287,14 @@ def test_verification_of_a_full_cache_finds_no_loss() -> None:
     assert metrics.verified_equal._value.get() == metrics.verified_tokens._value.get() == 10
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_verification_refuses_rope_that_changes(kind: str) -> None:
+    model, _ = load_model(saved_model())
+    model.model.rotary_emb.rope_type = kind
+    with pytest.raises(ValueError, match=f"verify=1: not with RoPE that changes with the text .{kind}.; leave it out"):
+        Server(model, None, "small", CONFIG, verify=1)
+
+
 def test_a_request_that_cannot_be_packed_fails_alone(
     served: tuple[Server, str], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

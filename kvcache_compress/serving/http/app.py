@@ -216,7 +216,7 @@ class Server:
         prefix_store: pages are kept there too, for the next start.
 
     Raises:
-        ValueError: `compress` or the plan of its memory refuses the arguments.
+        ValueError: `compress`, the plan of its memory or `Verifier` refuses the arguments.
         RuntimeError: this version of Transformers has another server.
     """
 
@@ -230,10 +230,10 @@ class Server:
         check([Requests, *kinds], {"start", "waiting", "_admit", "_add", "_register"}, "5.24")
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
         metrics, self._store = Metrics(), prefix_store
+        verifier = Verifier(model, metrics, verify) if verify else None
         text = built_in_text(tokenizer) if statistics is None else statistics
         self._compression = compress(model, compression, memory=memory, statistics=text, prefix_store=prefix_store)
         batching = ContinuousBatchingConfig(max_requests_per_batch=max_requests, per_request_processors=True)
-        verifier = Verifier(model, metrics, verify) if verify else None
         self._requests = Requests(batching, metrics, most_tokens or sys.maxsize, verifier)
         try:
             self._requests.start(model)

@@ -21,9 +21,16 @@ class Verifier:
         model: the model that serves.
         metrics: gets the sums.
         rate: share of the requests to compare, up to 1.
+
+    Raises:
+        ValueError: the model's RoPE changes with the longest text of a step, so the engine and this thread would set it
+            for each other.
     """
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, rate: float) -> None:
+        kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}  # by layer type in some
+        if changing := [kind for kind in kinds if "dynamic" in kind or "longrope" in kind]:
+            raise ValueError(f"verify={rate}: not with RoPE that changes with the text ({changing[0]}); leave it out")
         self.model, self.metrics, self.rate = model, metrics, rate
         self._answers: queue.Queue[tuple[list[int], list[int], list[torch.Tensor]]] = queue.Queue(WAITING)
         threading.Thread(target=self._run, name="verifier", daemon=True).start()
