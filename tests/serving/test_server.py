@@ -306,6 +306,11 @@ def test_a_request_that_cannot_be_packed_fails_alone(
     response = post(client, max_tokens=4, temperature=1)
     assert response.status_code == 500
     assert "NaN" in response.json()["error"]["message"]
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=KEY, max_retries=0) as other:
+        parts = other.completions.create(model="small", prompt=PROMPT, stream=True)
+        with pytest.raises(openai.APIError, match="NaN") as error:
+            list(parts)
+    assert error.value.body == {"message": error.value.message, "type": "server_error", "code": 500}
     monkeypatch.setattr(layer.k_proj, "forward", forward)
     assert written(client, max_tokens=2)
 

@@ -28,6 +28,8 @@ ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 OPEN = ("/v1/models", "/health", "/metrics")
 """Other paths that answer; all others are closed."""
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+STREAM_ERROR = b'data: {"error": "'
+"""How Transformers begins the error that ends a stream; texts of answers have their quotes escaped."""
 BODY_SECONDS = 30
 """Longest time for a client to send its body."""
 
@@ -142,6 +144,10 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif STREAM_ERROR in (part := message.get("body", b"")):
+                written, _, error = part.partition(STREAM_ERROR)
+                told = refusal(500, error.removesuffix(b'"}\n\n').decode()).body
+                message = {**message, "body": written + b"data: " + bytes(told) + b"\n\n"}
             await send(message)
 
         try:
