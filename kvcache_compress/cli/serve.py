@@ -56,6 +56,7 @@ def serve(
             import uvicorn
 
             from kvcache_compress.serving.http import app  # noqa: F401
+            from kvcache_compress.serving.http.connection import Connection
 
             if replicas is not None:
                 from kvcache_compress.serving.http import replicas as several
@@ -77,7 +78,10 @@ def serve(
     logging.getLogger(__name__).info("listening on http://%s:%d/v1", host, port)
     try:
         if replicas is None:
-            uvicorn.run(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)
+            uvicorn.run(
+                server.app, host=host, port=port, http=Connection, log_level="warning",
+                timeout_graceful_shutdown=STOP_SECONDS,
+            )  # fmt: skip
         else:
             signal.pause()
     finally:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 from kvcache_compress import compress
 from kvcache_compress.cli import app as cli
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.serving.http import app, guard
+from kvcache_compress.serving.http import app, connection, guard
 from kvcache_compress.serving.http.app import Server
 from kvcache_compress.serving.http.metrics import Metrics
 from kvcache_compress.serving.http.sampling import Sampling
@@ -48,7 +49,7 @@ def served() -> Iterator[tuple[Server, str]]:
     server = Server(
         model, tokenizer, "small", CONFIG, statistics=STATISTICS, memory="1MiB", max_requests=4, verify=1, key=KEY
     )
-    runner = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error"))
+    runner = uvicorn.Server(uvicorn.Config(server.app, port=0, http=connection.Connection, log_level="error"))
     thread = threading.Thread(target=runner.run)
     thread.start()
     while not runner.started:
@@ -168,6 +169,23 @@ def test_slow_bodies_are_refused(client: httpx.Client, monkeypatch: pytest.Monke
         yield b"}"
 
     assert client.post("/v1/completions", content=slow()).status_code == 408
+
+
+def test_connections_without_a_request_are_closed(
+    client: httpx.Client, served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+    assert written(client, max_tokens=200)  # takes longer
+    for first in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", httpx.URL(served[1]).port), timeout=10) as slow:
+            slow.sendall(first)
+            assert not first or b" 200 " in slow.recv(1000)
+            for line in (b"GET /health HTTP/1.1\r\n", *[b"x: y\r\n"] * 20):
+                with contextlib.suppress(ConnectionError):
+                    slow.sendall(line)
+                time.sleep(0.05)
+            with contextlib.suppress(ConnectionError):
+                assert slow.recv(1000) == b""
 
 
 @pytest.mark.parametrize(
@@ -349,6 +367,10 @@ def test_the_command_finishes_what_runs_when_it_is_stopped(tmp_path: Path) -> No
             return False
 
         wait_for(answers)
+        with socket.create_connection(("localhost", 8531), timeout=10) as other:
+            other.sendall(b"GET /health HTTP/1.1\r\nlong: " + b"a" * 70_000)
+            with contextlib.suppress(ConnectionError):
+                assert b" 400 " in other.recv(1000)
         body = {"model": saved_model(), "prompt": PROMPT, "max_tokens": 200, "stream": True, "logit_bias": {120: 1000}}
         with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
