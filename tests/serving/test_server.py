@@ -139,6 +139,7 @@ def test_requests_that_are_refused(client: httpx.Client, body: dict[str, Any], m
         ("/v1/completions", b"[1]", 400),
         ("/v1/completions", b'{"model": "small", "prompt": "a", "odd": 1}', 422),
         ("/v1/chat/completions", b'{"model": "small", "messages": []}', 400),
+        ("/v1/chat/completions", b'{"model": "small", "messages": [{"content": "a"}]}', 400),
         ("/v1/chat/completions", b'{"model": "small", "messages": [{"role": "user", "content": 3}]}', 400),
         ("/v1/completions", b" " * (5 << 20), 413),
         ("/load_model", b'{"model": "other"}', 404),

@@ -118,10 +118,12 @@ class Requests(CBGenerateManager):
         """
         self._check_alive("")
         record, most = CURRENT.get(), self.most_tokens
+        body = record.body
         if not prompt:
             raise HTTPException(400, "the prompt is empty")
-        new = record.body.asked or max(1, min(NEW_TOKENS, most - len(prompt)))
-        if bad := [token for token in record.body.logit_bias or () if not 0 <= token < self.vocabulary]:
+        new = body.max_completion_tokens or body.max_output_tokens or body.max_tokens
+        new = new or max(1, min(NEW_TOKENS, most - len(prompt)))
+        if bad := [token for token in body.logit_bias or () if not 0 <= token < self.vocabulary]:
             raise HTTPException(400, f"logit_bias: the vocabulary has {self.vocabulary} tokens (got {bad[0]})")
         if len(prompt) + new > most:
             raise HTTPException(400, f"prompt ({len(prompt)} tokens) and answer ({new}) must fit into {most} tokens")

@@ -34,19 +34,12 @@ BODY_SECONDS = 30
 """Longest time for a client to send its body."""
 
 
-class ChatMessage(BaseModel):
-    """A message of a chat."""
-
-    model_config = ConfigDict(extra="allow")
-    role: str
-
-
 class Body(BaseModel):
     """Fields of a request that decide whether it can be answered; the app checks the others."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
     stream: StrictBool | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -82,11 +75,6 @@ class Body(BaseModel):
         if reserved := _RESERVED & set(value or ()):
             raise ValueError(f"{min(reserved)} is the server's")
         return value
-
-    @property
-    def asked(self) -> int | None:
-        """Most tokens of the answer, if the request says."""
-        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
 
 @dataclass
