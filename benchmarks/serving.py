@@ -31,7 +31,7 @@ from kvcache_compress import load_config
 from kvcache_compress.eval.provenance.results import circumstances
 from kvcache_compress.modeling.decoder import head_dim_of, kv_heads_of
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.serving.plan import bytes_of
+from kvcache_compress.serving.engine.plan import bytes_of
 
 PAGE, PORT = 64, 8123
 CACHES = ("dense", "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "best-3bit")

@@ -55,10 +55,11 @@ def serve(
         try:
             import uvicorn
 
-            from kvcache_compress.serving import app  # noqa: F401
+            from kvcache_compress.serving.http import app  # noqa: F401
+            from kvcache_compress.serving.http.connection import Connection
 
             if replicas is not None:
-                from kvcache_compress.serving import replicas as several
+                from kvcache_compress.serving.http import replicas as several
         except ImportError as error:
             extra = "serve" if replicas is None else "ray"
             fail(f'the server needs its extra: pip install "kvcache-compress[{extra}]" ({error})')
@@ -77,7 +78,10 @@ def serve(
     logging.getLogger(__name__).info("listening on http://%s:%d/v1", host, port)
     try:
         if replicas is None:
-            uvicorn.run(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)
+            uvicorn.run(
+                server.app, host=host, port=port, http=Connection, log_level="warning",
+                timeout_graceful_shutdown=STOP_SECONDS,
+            )  # fmt: skip
         else:
             signal.pause()
     finally:
@@ -90,9 +94,9 @@ def load_server(
 ) -> Any:  # fmt: skip
     """Load a model and start its `Server`, in this process or a replica's, with logs on standard error."""
     from kvcache_compress.eval.runner.load import load
-    from kvcache_compress.serving.app import Server
+    from kvcache_compress.serving.engine.statistics import STATISTICS_TOKENS
+    from kvcache_compress.serving.http.app import Server
     from kvcache_compress.serving.prefix_store import PrefixStore
-    from kvcache_compress.serving.statistics import STATISTICS_TOKENS
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -1,1 +1,1 @@
-"""Continuous batching of Transformers with compressed pages."""
+"""Compression of a model's `generate` and continuous batching, the prefix store, and the server."""

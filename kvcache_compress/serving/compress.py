@@ -20,9 +20,9 @@ from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.modeling.adapters import compressible
 from kvcache_compress.modeling.decoder import cache_argument
 
-from .plan import Plan, bytes_of
+from .engine.plan import Plan, bytes_of
+from .engine.statistics import ModelCodecs, model_codecs
 from .prefix_store import PrefixStore, identity
-from .statistics import ModelCodecs, model_codecs
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +305,7 @@ def _batching(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
     @functools.wraps(model.init_continuous_batching)
     def init_compressed(*args: Any, **kwargs: Any) -> Any:
         try:
-            from .contact import manager
+            from .engine.manager import manager
         except ImportError as error:
             raise RuntimeError(f"continuous batching needs Transformers 5.19 to 5.24 ({error})") from error
 

@@ -14,8 +14,8 @@ from kvcache_compress import CompressedCache, compress, enable_fused_attention
 from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.serving import contact
-from kvcache_compress.serving.statistics import ModelCodecs
+from kvcache_compress.serving.engine.cache import Cache
+from kvcache_compress.serving.engine.statistics import ModelCodecs
 from kvcache_compress.storage.dynamic import DynamicStorage
 
 NEW = 24
@@ -254,7 +254,7 @@ def test_what_pages_cannot_do_is_refused(model: Any) -> None:
 def test_another_release_of_transformers_is_refused_by_what_differs(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact._Cache.__base__, "search_prefix_match", lambda self, source, targets: 0)
+    monkeypatch.setattr(Cache.__base__, "search_prefix_match", lambda self, source, targets: 0)
     with (
         compress(model, method_config("turboquant")),
         pytest.raises(RuntimeError, match="search_prefix_match takes self, source, targets"),

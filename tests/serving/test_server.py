@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -17,17 +18,17 @@ import pytest
 import torch
 import uvicorn
 from support.models.saved_model import saved_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from kvcache_compress import compress
 from kvcache_compress.cli import app as cli
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.serving import app, guard
-from kvcache_compress.serving.app import Server
-from kvcache_compress.serving.metrics import Metrics
-from kvcache_compress.serving.sampling import Sampling
-from kvcache_compress.serving.verify import Verifier
+from kvcache_compress.serving.http import app, connection, guard
+from kvcache_compress.serving.http.app import Server
+from kvcache_compress.serving.http.metrics import Metrics
+from kvcache_compress.serving.http.sampling import Sampling
+from kvcache_compress.serving.http.verify import Verifier
 
 pytest.importorskip("transformers", minversion="5.24", reason="the server is that of Transformers 5.24")
 
@@ -48,7 +49,7 @@ def served() -> Iterator[tuple[Server, str]]:
     server = Server(
         model, tokenizer, "small", CONFIG, statistics=STATISTICS, memory="1MiB", max_requests=4, verify=1, key=KEY
     )
-    runner = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error"))
+    runner = uvicorn.Server(uvicorn.Config(server.app, port=0, http=connection.Connection, log_level="error"))
     thread = threading.Thread(target=runner.run)
     thread.start()
     while not runner.started:
@@ -81,7 +82,7 @@ def value(client: httpx.Client, name: str) -> float:
 
 
 def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -138,6 +139,7 @@ def test_requests_that_are_refused(client: httpx.Client, body: dict[str, Any], m
         ("/v1/completions", b"[1]", 400),
         ("/v1/completions", b'{"model": "small", "prompt": "a", "odd": 1}', 422),
         ("/v1/chat/completions", b'{"model": "small", "messages": []}', 400),
+        ("/v1/chat/completions", b'{"model": "small", "messages": [{"content": "a"}]}', 400),
         ("/v1/chat/completions", b'{"model": "small", "messages": [{"role": "user", "content": 3}]}', 400),
         ("/v1/completions", b" " * (5 << 20), 413),
         ("/load_model", b'{"model": "other"}', 404),
@@ -168,6 +170,53 @@ def test_slow_bodies_are_refused(client: httpx.Client, monkeypatch: pytest.Monke
         yield b"}"
 
     assert client.post("/v1/completions", content=slow()).status_code == 408
+
+
+def test_connections_without_a_request_are_closed(
+    client: httpx.Client, served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+    assert written(client, max_tokens=200)  # takes longer
+    for first in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", httpx.URL(served[1]).port), timeout=10) as slow:
+            slow.sendall(first)
+            assert not first or b" 200 " in slow.recv(1000)
+            for line in (b"GET /health HTTP/1.1\r\n", *[b"x: y\r\n"] * 20):
+                with contextlib.suppress(ConnectionError):
+                    slow.sendall(line)
+                time.sleep(0.05)
+            with contextlib.suppress(ConnectionError):
+                assert slow.recv(1000) == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 2}),
+    ],
+)
+def test_long_prompts_hold_up_nobody(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, prompt: dict[str, Any]
+) -> None:
+    """Others are answered while a prompt is being made into tokens."""
+    others, call = threading.Event(), PreTrainedTokenizerBase.__call__
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert others.wait(10)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", slow)
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(client.post(path, json=prompt).status_code))
+    thread.start()
+    time.sleep(0.2)
+    assert client.get("/health", timeout=5).status_code == 200
+    assert not statuses
+    others.set()
+    thread.join()
+    assert statuses == [200]
 
 
 def test_each_request_has_its_own_settings(client: httpx.Client) -> None:
@@ -257,6 +306,14 @@ def test_verification_of_a_full_cache_finds_no_loss() -> None:
     assert metrics.verified_equal._value.get() == metrics.verified_tokens._value.get() == 10
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_verification_refuses_rope_that_changes(kind: str) -> None:
+    model, _ = load_model(saved_model())
+    model.model.rotary_emb.rope_type = kind
+    with pytest.raises(ValueError, match=f"verify=1: not with RoPE that changes with the text .{kind}.; leave it out"):
+        Server(model, None, "small", CONFIG, verify=1)
+
+
 def test_a_request_that_cannot_be_packed_fails_alone(
     served: tuple[Server, str], client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +325,11 @@ def test_a_request_that_cannot_be_packed_fails_alone(
     response = post(client, max_tokens=4, temperature=1)
     assert response.status_code == 500
     assert "NaN" in response.json()["error"]["message"]
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=KEY, max_retries=0) as other:
+        parts = other.completions.create(model="small", prompt=PROMPT, stream=True)
+        with pytest.raises(openai.APIError, match="NaN") as error:
+            list(parts)
+    assert error.value.body == {"message": error.value.message, "type": "server_error", "code": 500}
     monkeypatch.setattr(layer.k_proj, "forward", forward)
     assert written(client, max_tokens=2)
 
@@ -280,10 +342,10 @@ def test_a_dead_engine_is_reported(client: httpx.Client, served: tuple[Server, s
     assert post(client).status_code == 503
 
 
-def test_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_transformers(served: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.CBGenerateManager, "generate_streaming", lambda self, model: None)
     with pytest.raises(RuntimeError, match="takes self, model, not self, model, processor"):
-        app._check()
+        Server(served[0]._requests._cb.model, None, "small", CONFIG, statistics=STATISTICS)
 
 
 def test_the_command_finishes_what_runs_when_it_is_stopped(tmp_path: Path) -> None:
@@ -293,7 +355,11 @@ def test_the_command_finishes_what_runs_when_it_is_stopped(tmp_path: Path) -> No
     words = ["--port", "8531", "--cache", "kivi-4bit", "--memory", "4MiB", "--api-key-file", str(key)]
     log = (tmp_path / "log").open("w")
     process = subprocess.Popen([tool, "serve", saved_model(), "--dtype", "float32", *words], stderr=log)
-    with httpx.Client(base_url="http://localhost:8531", headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with (
+        contextlib.ExitStack() as stack,
+        httpx.Client(base_url="http://localhost:8531", headers={"Authorization": f"Bearer {KEY}"}) as client,
+    ):
+        stack.callback(process.kill)
 
         def answers() -> bool:
             assert process.poll() is None, (tmp_path / "log").read_text()
@@ -302,13 +368,17 @@ def test_the_command_finishes_what_runs_when_it_is_stopped(tmp_path: Path) -> No
             return False
 
         wait_for(answers)
+        with socket.create_connection(("localhost", 8531), timeout=10) as other:
+            other.sendall(b"GET /health HTTP/1.1\r\nlong: " + b"a" * 70_000)
+            with contextlib.suppress(ConnectionError):
+                assert b" 400 " in other.recv(1000)
         body = {"model": saved_model(), "prompt": PROMPT, "max_tokens": 200, "stream": True, "logit_bias": {120: 1000}}
         with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             process.terminate()
             assert sum('"x"' in line for line in lines) >= 198
-    assert process.wait(30) == 0
+        assert process.wait(30) == 0
     assert "40 tokens (0 shared), 200 written" in (tmp_path / "log").read_text()
 
 

@@ -14,7 +14,7 @@ from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.storage.paged import PagedStorage
 from kvcache_compress.validation import parse_size
 
-from .prefix_store import PrefixStore, digest_of, identity_of_codecs
+from ..prefix_store import PrefixStore, digest_of, identity_of_codecs
 from .statistics import ModelCodecs
 
 logger = logging.getLogger(__name__)

@@ -44,17 +44,16 @@ class Gauges(Collector):
         self.cache, self.waiting = cache, waiting
 
     def collect(self) -> Iterator[Metric]:
-        pages, pool = self.cache.pages, self.cache.pool
-        requests = list(pages.requests.values())
-        free = pool.num_free_sectors * pages.blocks_per_sector + pool.count_free_blocks(pages.index)
-        total = self.cache.num_sectors * pages.blocks_per_sector
+        requests = list(self.cache.pages.requests.values())
+        free = self.cache.compute_free_capacity(relative=False)
+        used = self.cache.num_sectors * self.cache.bytes_per_sector - free
         packed = sum(one.packed for one in requests)
         for name, help, value in (
             ("requests_running", "Requests with a slot.", len(requests)),
             ("requests_waiting", "Requests that wait for one.", self.waiting()),
             ("packed_tokens", "Packed tokens of running requests.", packed),
             ("dense_tokens", "Dense tokens of running requests.", sum(one.tokens for one in requests) - packed),
-            ("used_bytes", "Bytes of pages in use, shared prefixes included.", (total - free) * pages.bytes_per_block),
-            ("free_bytes", "Bytes of free pages.", free * pages.bytes_per_block),
+            ("used_bytes", "Bytes of pages in use, shared prefixes included.", used),
+            ("free_bytes", "Bytes of free pages.", free),
         ):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", help, value)

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,15 +28,10 @@ ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 OPEN = ("/v1/models", "/health", "/metrics")
 """Other paths that answer; all others are closed."""
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+STREAM_ERROR = b'data: {"error": "'
+"""How Transformers begins the error that ends a stream; texts of answers have their quotes escaped."""
 BODY_SECONDS = 30
 """Longest time for a client to send its body."""
-
-
-class ChatMessage(BaseModel):
-    """A message of a chat."""
-
-    model_config = ConfigDict(extra="allow")
-    role: str
 
 
 class Body(BaseModel):
@@ -43,7 +39,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
     stream: StrictBool | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -80,19 +76,13 @@ class Body(BaseModel):
             raise ValueError(f"{min(reserved)} is the server's")
         return value
 
-    @property
-    def asked(self) -> int | None:
-        """Most tokens of the answer, if the request says."""
-        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
-
 
 @dataclass
 class Record:
-    """State of a request in flight."""
+    """State of a request in flight; `prompt`, `shared` and `written` count tokens and are 0 until it is admitted."""
 
     body: Body
     begin: float = field(default_factory=time.perf_counter)
-    admitted: bool = False
     prompt: int = 0
     written: int = 0
     shared: int = 0
@@ -101,7 +91,7 @@ class Record:
 CURRENT: ContextVar[Record] = ContextVar("request")
 
 
-def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)
@@ -142,47 +132,44 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif STREAM_ERROR in (part := message.get("body", b"")):
+                written, _, error = part.partition(STREAM_ERROR)
+                told = refusal(500, error.removesuffix(b'"}\n\n').decode()).body
+                message = {**message, "body": written + b"data: " + bytes(told) + b"\n\n"}
             await send(message)
 
         try:
-            refused = self._refused(scope)
-            body = b""
-            if refused is None and generates:
-                refused, body = await self._read(scope, receive)
-            if refused is None and generates:
-                try:
-                    record = Record(Body.model_validate_json(body))
-                except ValidationError as error:
-                    refused = refusal(400, problems(error))
-                else:
-                    # For Transformers a response without `stream` is a stream, and for OpenAI it is not.
-                    body = json.dumps({"stream": False, **json.loads(body)}).encode()
-            if refused is not None:
-                await refused(scope, receive, counted)
-            elif record is None:
-                await self.app(scope, receive, counted)
-            else:
-                CURRENT.set(record)
+            self._check(scope)
+            if generates:
+                body = await self._read(receive)
+                CURRENT.set(record := Record(Body.model_validate_json(body)))
+                # For Transformers a response without `stream` is a stream, and for OpenAI it is not.
+                body = json.dumps({"stream": False, **json.loads(body)}).encode()
                 await self._answer(scope, body, receive, counted)
+            else:
+                await self.app(scope, receive, counted)
+        except HTTPException as error:
+            await refusal(error.status_code, error.detail, error.headers)(scope, receive, counted)
+        except ValidationError as error:
+            await refusal(400, problems(error))(scope, receive, counted)
         finally:
             if generates:
                 self.metrics.requests.labels(status).inc()
                 logger.info(
                     "%s %d %.2f s, %s", path, status, time.perf_counter() - begin,
                     f"{record.prompt} tokens ({record.shared} shared), {record.written} written"
-                    if record and record.admitted else "refused",
+                    if record and record.prompt else "refused",
                 )  # fmt: skip
 
-    def _refused(self, scope: Scope) -> JSONResponse | None:
+    def _check(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
         if path not in ANSWERED and path not in OPEN:
-            return refusal(404, f"{path}: this server answers {', '.join(ANSWERED + OPEN)}")
+            raise HTTPException(404, f"{path}: this server answers {', '.join(ANSWERED + OPEN)}")
         sent = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if self.key is not None and path != "/health" and not hmac.compare_digest(sent, self.key.encode()):
-            return refusal(401, "the Authorization header must be 'Bearer' and this server's key")
-        return None
+            raise HTTPException(401, "the Authorization header must be 'Bearer' and this server's key")
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[JSONResponse | None, bytes]:
+    async def _read(self, receive: Receive) -> bytes:
         """Read a body, without holding more of it than is allowed."""
         body = b""
         with contextlib.suppress(TimeoutError):
@@ -190,30 +177,24 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return refusal(499, "the client has left"), b""
+                        raise HTTPException(499, "the client has left")
                     body += message.get("body", b"")
                     if len(body) > self.most_bytes:
-                        return refusal(413, f"bodies of more than {self.most_bytes} bytes are refused"), b""
+                        raise HTTPException(413, f"bodies of more than {self.most_bytes} bytes are refused")
                     if not message.get("more_body"):
-                        return None, body
-        return refusal(408, f"the body took more than {BODY_SECONDS} seconds", {"Connection": "close"}), b""
+                        return body
+        raise HTTPException(408, f"the body took more than {BODY_SECONDS} seconds", {"Connection": "close"})
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the app on a body that was read, and stop it when the client leaves."""
-        left, given = asyncio.Event(), False
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
-            nonlocal given
-            if given:
-                await left.wait()
-                return {"type": "http.disconnect"}
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            left.set()
             running.cancel()
 
         # Transformers would take the client's id for the engine's, which two requests must not share.
@@ -223,7 +204,7 @@ class Guard:
         try:
             await running
         except asyncio.CancelledError:
-            if not left.is_set():  # the server stops
+            if not watching.done():  # the server stops
                 raise
         finally:
             watching.cancel()
@@ -234,7 +215,7 @@ def answer_errors(app: Any) -> None:
 
     def malformed(request: Any, error: Exception) -> JSONResponse:
         record = CURRENT.get(None)
-        status = 500 if record is None or record.admitted else 400
+        status = 500 if record is None or record.prompt else 400
         return refusal(status, f"{type(error).__name__}: {error}")
 
     app.add_exception_handler(

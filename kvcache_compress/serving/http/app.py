@@ -3,17 +3,18 @@
 `Server` starts the engine and builds the app. `Requests` admits and counts requests, whose prompts are tokens by then.
 """
 
+import asyncio
 import copy
 import inspect
 import logging
 import random
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -25,12 +26,13 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
-from .compress import compress
+from ..compress import compress
+from ..engine.manager import check
+from ..engine.statistics import built_in_text
+from ..prefix_store import PrefixStore
 from .guard import CURRENT, Guard, Record, answer_errors, refusal
 from .metrics import Gauges, Metrics
-from .prefix_store import PrefixStore
 from .sampling import Sampler, Sampling
-from .statistics import built_in_text
 from .verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ STORE_SECONDS = 10
 """Time for pages to be written when the server stops."""
 LEAST_BODY, BYTES_PER_TOKEN = 1 << 20, 16
 """The largest body has this many bytes, and so many more for each token that a request may have."""
+_TOKENIZING = ThreadPoolExecutor(1, "tokenizer")  # one prompt at a time: tokenizers are not for several threads
 
 
 class Requests(CBGenerateManager):
@@ -115,17 +118,19 @@ class Requests(CBGenerateManager):
         """
         self._check_alive("")
         record, most = CURRENT.get(), self.most_tokens
+        body = record.body
         if not prompt:
             raise HTTPException(400, "the prompt is empty")
-        new = record.body.asked or max(1, min(NEW_TOKENS, most - len(prompt)))
-        if bad := [token for token in record.body.logit_bias or () if not 0 <= token < self.vocabulary]:
+        new = body.max_completion_tokens or body.max_output_tokens or body.max_tokens
+        new = new or max(1, min(NEW_TOKENS, most - len(prompt)))
+        if bad := [token for token in body.logit_bias or () if not 0 <= token < self.vocabulary]:
             raise HTTPException(400, f"logit_bias: the vocabulary has {self.vocabulary} tokens (got {bad[0]})")
         if len(prompt) + new > most:
             raise HTTPException(400, f"prompt ({len(prompt)} tokens) and answer ({new}) must fit into {most} tokens")
         if self.waiting() >= max(LEAST_WAITING, WAITING * self.cache.pages.plan.slots):
             raise HTTPException(429, "too many requests are waiting", {"Retry-After": str(RETRY_SECONDS)})
         config.max_new_tokens = new
-        record.admitted, record.prompt = True, len(prompt)
+        record.prompt = len(prompt)
         self.metrics.prompt_tokens.inc(len(prompt))
         verified = self.verifier is not None and random.random() < self.verifier.rate
         sampling = settings(record, config, [] if verified else None)
@@ -165,6 +170,26 @@ class Requests(CBGenerateManager):
         type(self._cb).register_result_handler(self._cb, request_id, counting)
 
 
+def tokenizing(handler: Any) -> Any:
+    """Subclass one of Transformers' handlers: a thread makes tokens of its prompts, while the event loop goes on."""
+
+    class Handler(handler):
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            prepare = super().handle_request
+            loop = asyncio.get_running_loop()
+            begin = await loop.run_in_executor(_TOKENIZING, lambda: asyncio.run(prepare(body, request_id)))
+            answer = begin()
+            return await answer if inspect.isawaitable(answer) else answer
+
+        def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+            return partial(super()._streaming, *args, **kwargs)
+
+        async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+            return partial(super()._non_streaming, *args, **kwargs)
+
+    return Handler
+
+
 def settings(record: Record, config: Any, kept: list[torch.Tensor] | None) -> Sampling:
     """Settings of a request: what its body says, and the model's defaults."""
     body = record.body
@@ -193,7 +218,7 @@ class Server:
         prefix_store: pages are kept there too, for the next start.
 
     Raises:
-        ValueError: `compress` or the plan of its memory refuses the arguments.
+        ValueError: `compress`, the plan of its memory or `Verifier` refuses the arguments.
         RuntimeError: this version of Transformers has another server.
     """
 
@@ -203,13 +228,14 @@ class Server:
         most_tokens: int | None = None, verify: float = 0, key: str | None = None,
         prefix_store: PrefixStore | None = None,
     ) -> None:  # fmt: skip
-        _check()
+        kinds = [tokenizing(kind) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler)]
+        check([Requests, *kinds], {"start", "waiting", "_admit", "_add", "_register"}, "5.24")
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
         metrics, self._store = Metrics(), prefix_store
+        verifier = Verifier(model, metrics, verify) if verify else None
         text = built_in_text(tokenizer) if statistics is None else statistics
         self._compression = compress(model, compression, memory=memory, statistics=text, prefix_store=prefix_store)
         batching = ContinuousBatchingConfig(max_requests_per_batch=max_requests, per_request_processors=True)
-        verifier = Verifier(model, metrics, verify) if verify else None
         self._requests = Requests(batching, metrics, most_tokens or sys.maxsize, verifier)
         try:
             self._requests.start(model)
@@ -221,9 +247,10 @@ class Server:
         models.force_model, model_id = name, models.process_model_name(name)
         models.loaded_models[model_id] = TimedModel(model, -1, tokenizer)
         state._cb_manager, state._cb_model_id = self._requests, model_id
+        chat, completion, response = (kind(models, state) for kind in kinds)
         app = build_server(
-            models, ChatCompletionHandler(models, state), CompletionHandler(models, state),
-            ResponseHandler(models, state), None, None, state,  # no transcriptions, no decisions
+            model_manager=models, chat_handler=chat, completion_handler=completion, response_handler=response,
+            transcription_handler=None, systemone_handler=None, generation_state=state,
         )  # fmt: skip
         answer_errors(app)
         app.add_exception_handler(CBWorkerDeadError, lambda request, error: refusal(503, str(error)))
@@ -245,19 +272,3 @@ class Server:
         if self._store is not None:
             self._store.wait(STORE_SECONDS)
         self._compression.stop()
-
-
-def _check() -> None:
-    known = {
-        build_server: "model_manager, chat_handler, completion_handler, response_handler, transcription_handler, "
-        "systemone_handler, generation_state",
-        CBGenerateManager.generate_streaming: "self, model, processor, inputs, gen_config, request_id, response_parser",
-        CBGenerateManager.generate_non_streaming: "self, model, processor, inputs, gen_config, request_id",
-    }
-    for function, ours in known.items():
-        theirs = ", ".join(inspect.signature(function).parameters)
-        if not theirs.startswith(ours):
-            raise RuntimeError(
-                f"Transformers {transformers.__version__} has another server than this release knows: "
-                f"{function.__qualname__} takes {theirs}, not {ours}. Use Transformers 5.24"
-            )

@@ -107,8 +107,8 @@ class PrefixSession:
             held.append(await receive())
             size += len(held[-1].get("body", b""))
             more = held[-1].get("more_body", False)
-        if (session := session_of(b"".join(message.get("body", b"") for message in held))) is not None:
-            scope["headers"] = [*scope["headers"], (SESSION, session)]
+        session = session_of(b"".join(message.get("body", b"") for message in held))
+        scope["headers"] = [*scope["headers"], (SESSION, session)]
         replay = iter(held)
 
         async def again() -> Message:
@@ -117,14 +117,14 @@ class PrefixSession:
         await self.app(scope, again, send)
 
 
-def session_of(body: bytes) -> bytes | None:
-    """Digest of how a request's prompt begins, or None without one."""
+def session_of(body: bytes) -> bytes:
+    """Digest of how a request's prompt begins, or its body where that is longer than `MOST_READ` or wrong."""
     try:
         fields = json.loads(body)
-        prompt = fields.get("messages") or fields.get("prompt") or fields.get("input")
+        prompt = json.dumps(fields.get("messages") or fields.get("prompt") or fields.get("input")).encode()
     except (ValueError, AttributeError):
-        return None  # the replica says what is wrong
-    return hashlib.blake2b(json.dumps(prompt)[:BEGINNING].encode(), digest_size=16).hexdigest().encode()
+        prompt = body
+    return hashlib.blake2b(prompt[:BEGINNING], digest_size=16).hexdigest().encode()
 
 
 def proxy_middlewares() -> list[Middleware]:

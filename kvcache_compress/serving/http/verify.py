@@ -3,7 +3,6 @@
 import logging
 import queue
 import threading
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -15,13 +14,6 @@ WAITING = 2
 """Answers that may wait to be compared; more are left out."""
 
 
-@dataclass
-class _Answer:
-    prompt: list[int]
-    written: list[int]
-    kept: list[torch.Tensor]
-
-
 class Verifier:
     """A thread that reads finished answers again, without a cache.
 
@@ -29,17 +21,24 @@ class Verifier:
         model: the model that serves.
         metrics: gets the sums.
         rate: share of the requests to compare, up to 1.
+
+    Raises:
+        ValueError: the model's RoPE changes with the longest text of a step, so the engine and this thread would set it
+            for each other.
     """
 
     def __init__(self, model: PreTrainedModel, metrics: Metrics, rate: float) -> None:
+        kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}  # by layer type in some
+        if changing := [kind for kind in kinds if "dynamic" in kind or "longrope" in kind]:
+            raise ValueError(f"verify={rate}: not with RoPE that changes with the text ({changing[0]}); leave it out")
         self.model, self.metrics, self.rate = model, metrics, rate
-        self._answers: queue.Queue[_Answer] = queue.Queue(WAITING)
+        self._answers: queue.Queue[tuple[list[int], list[int], list[torch.Tensor]]] = queue.Queue(WAITING)
         threading.Thread(target=self._run, name="verifier", daemon=True).start()
 
     def submit(self, prompt: list[int], written: list[int], kept: list[torch.Tensor]) -> None:
         """Compare the tokens of `written` whose log-probabilities, `[vocabulary]` each, were kept."""
         try:
-            self._answers.put_nowait(_Answer(prompt, written, kept))
+            self._answers.put_nowait((prompt, written, kept))
         except queue.Full:
             logger.info("an answer is not compared with a full cache: %d others wait", WAITING)
 
@@ -47,7 +46,7 @@ class Verifier:
         while True:
             answer = self._answers.get()
             try:
-                self.compare(answer.prompt, answer.written, answer.kept)
+                self.compare(*answer)
             except Exception:
                 logger.exception("an answer could not be compared with a full cache")
 

@@ -18,7 +18,7 @@ from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.shared.rope_track import RopeTrack
 from kvcache_compress.storage.side import FLUSH_TOKENS, Windows
 
-from .prefix_store import PrefixStore
+from ..prefix_store import PrefixStore
 
 logger = logging.getLogger(__name__)
 STATISTICS_TOKENS = 1024

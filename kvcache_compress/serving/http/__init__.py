@@ -1,0 +1,1 @@
+"""Transformers' OpenAI-compatible server over compressed pages, alone or in replicas."""
