@@ -85,8 +85,9 @@ def keys(table: Table) -> str:
 
 
 def held_out(table: Table) -> str:
-    """Table of losses after prompts of two lengths, and the differences from `BASE` on the same windows."""
-    names, full = ("1k", "8k"), table.rows[0].cells
+    """Table of losses after prompts of several lengths, and the differences from `BASE` on the same windows."""
+    full = table.rows[0].cells
+    names = [name for name in ("1k", "4k", "8k") if name in full]
     base = cells_of(table, "1k")[BASE]
     columns = BITS | {f"KL, {name}": scores_of(name, mean_kl) for name in names}
     columns |= {f"99.9 %, {name}": scores_of(name, tail_kl) for name in names}

@@ -13,7 +13,6 @@ from typing import Any
 
 import losses
 from losses import RESULTS, cells_of, figure, mean_kl, table_of, tail_kl
-from pareto import plot_pareto
 
 from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, total_bytes
 from kvcache_compress.config import load_config
@@ -250,6 +249,8 @@ def check_or_write(found: dict[Path, str]) -> None:
 def main() -> None:
     check_or_write(pages())
     if "--check" not in sys.argv[1:]:
+        from pareto import plot_pareto
+
         plot_pareto(table_of("budgets"), "1k", ROOT / "docs" / "images" / "pareto.png")
 
 

@@ -13,6 +13,8 @@ from .console import errors_as_lines, fail, importing
 
 STOP_SECONDS = 30
 """Time for running requests to finish after SIGTERM or Ctrl-C."""
+MOST_HEADERS = 1 << 16
+"""Most bytes of headers that have not all come yet."""
 
 
 def serve(
@@ -79,8 +81,8 @@ def serve(
     try:
         if replicas is None:
             uvicorn.run(
-                server.app, host=host, port=port, http=Connection, log_level="warning",
-                timeout_graceful_shutdown=STOP_SECONDS,
+                server.app, host=host, port=port, http=Connection, h11_max_incomplete_event_size=MOST_HEADERS,
+                log_level="warning", timeout_graceful_shutdown=STOP_SECONDS,
             )  # fmt: skip
         else:
             signal.pause()

@@ -257,9 +257,10 @@ def test_sampling_follows_its_probabilities() -> None:
     Sampling(1.0).apply(broken, [])  # its request fails elsewhere, and only it
 
 
-def test_a_full_queue(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "WAITING", 0)
-    monkeypatch.setattr(app, "LEAST_WAITING", 0)
+@pytest.mark.parametrize("names", [("WAITING", "LEAST_WAITING"), ("MOST_TOKENIZING",)])
+def test_a_full_queue(names: tuple[str, ...], client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in names:
+        monkeypatch.setattr(app, name, 0)
     response = post(client)
     assert response.status_code == 429
     assert response.headers["Retry-After"] == str(app.RETRY_SECONDS)
@@ -372,6 +373,11 @@ def test_the_command_finishes_what_runs_when_it_is_stopped(tmp_path: Path) -> No
             other.sendall(b"GET /health HTTP/1.1\r\nlong: " + b"a" * 70_000)
             with contextlib.suppress(ConnectionError):
                 assert b" 400 " in other.recv(1000)
+        with socket.create_connection(("localhost", 8531), timeout=10) as other:
+            other.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nlong: " + b"a" * 40_000)
+            time.sleep(0.2)
+            other.sendall(b"\r\n\r\n")
+            assert b" 200 " in other.recv(1000)
         body = {"model": saved_model(), "prompt": PROMPT, "max_tokens": 200, "stream": True, "logit_bias": {120: 1000}}
         with client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()

@@ -127,7 +127,7 @@ def turn_kernel(
     b_x = tl.load(p_q + o_x[None, :], mask=m_p[None, :], other=0.0).to(tl.float32)
     b_y = tl.load(p_q + o_y[None, :], mask=m_p[None, :], other=0.0).to(tl.float32)
     b_top = tl.max(tl.maximum(tl.abs(b_x), tl.abs(b_y)), 1)
-    b_power = tl.ceil(tl.log2(tl.where(b_top > 0, b_top, 1.0)))
+    b_power = tl.maximum(tl.ceil(tl.log2(tl.where(b_top > 0, b_top, 1.0))), -126.0)
     b_unit = tl.exp2(-b_power)[:, None]
     b_x, b_y = (b_x * b_unit).to(DTYPE), (b_y * b_unit).to(DTYPE)
     if ROTARY:

@@ -1,6 +1,6 @@
 """LongBench and LongBench-E with any cache.
 
-    kvcache-compress eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output DIR
+    kvcache-compress eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output FILE
 
 Published figures need the benchmark's own prompts (`--prompts`); the default ones are worded differently.
 """

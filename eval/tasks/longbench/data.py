@@ -131,18 +131,17 @@ def hub_rows(stem: str) -> list[dict[str, Any]]:
     """Read the rows of one file of the benchmark's dataset, which is an archive on the hub.
 
     Raises:
-        OSError: The hub cannot be reached.
+        OSError: The hub cannot be reached, or its archive is damaged.
     """
     from huggingface_hub import constants, hf_hub_download
 
     try:
         if not constants.HF_HUB_OFFLINE:
             check_hub(HUB, "dataset")
-        archive = zipfile.ZipFile(hf_hub_download(HUB, "data.zip", repo_type="dataset"))
-    except OSError as error:
+        with zipfile.ZipFile(hf_hub_download(HUB, "data.zip", repo_type="dataset")) as archive:
+            lines = archive.read(f"data/{stem}.jsonl").decode("utf-8").split("\n")
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise OSError(f"{HUB} cannot be read: {error}. Download it elsewhere and give its folder as data") from error
-    with archive:
-        lines = archive.read(f"data/{stem}.jsonl").decode("utf-8").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 
 

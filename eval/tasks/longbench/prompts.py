@@ -27,7 +27,7 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, str]:
     """Read the templates of tasks.
 
     Args:
-        path: YAML or JSON file with a template by task, such as the benchmark's `dataset2prompt.json`: a text with
+        path: YAML file with a template by task (the benchmark's `dataset2prompt.json` is one too): a text with
             `{context}` and perhaps `{input}`. By default the package's `prompts.yaml`.
         tasks: tasks whose templates are read.
 

@@ -46,7 +46,9 @@ STORE_SECONDS = 10
 """Time for pages to be written when the server stops."""
 LEAST_BODY, BYTES_PER_TOKEN = 1 << 20, 16
 """The largest body has this many bytes, and so many more for each token that a request may have."""
-_TOKENIZING = ThreadPoolExecutor(1, "tokenizer")  # one prompt at a time: tokenizers are not for several threads
+TOKENIZING = ThreadPoolExecutor(1, "tokenizer")  # one prompt at a time: tokenizers are not for several threads
+MOST_TOKENIZING = 256
+"""Prompts that may wait for it, each with its body in memory."""
 
 
 class Requests(CBGenerateManager):
@@ -128,7 +130,7 @@ class Requests(CBGenerateManager):
         if len(prompt) + new > most:
             raise HTTPException(400, f"prompt ({len(prompt)} tokens) and answer ({new}) must fit into {most} tokens")
         if self.waiting() >= max(LEAST_WAITING, WAITING * self.cache.pages.plan.slots):
-            raise HTTPException(429, "too many requests are waiting", {"Retry-After": str(RETRY_SECONDS)})
+            raise too_many()
         config.max_new_tokens = new
         record.prompt = len(prompt)
         self.metrics.prompt_tokens.inc(len(prompt))
@@ -170,14 +172,20 @@ class Requests(CBGenerateManager):
         type(self._cb).register_result_handler(self._cb, request_id, counting)
 
 
+def too_many() -> HTTPException:
+    return HTTPException(429, "too many requests are waiting", {"Retry-After": str(RETRY_SECONDS)})
+
+
 def tokenizing(handler: Any) -> Any:
     """Subclass one of Transformers' handlers: a thread makes tokens of its prompts, while the event loop goes on."""
 
     class Handler(handler):
         async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            if TOKENIZING._work_queue.qsize() >= MOST_TOKENIZING:
+                raise too_many()
             prepare = super().handle_request
             loop = asyncio.get_running_loop()
-            begin = await loop.run_in_executor(_TOKENIZING, lambda: asyncio.run(prepare(body, request_id)))
+            begin = await loop.run_in_executor(TOKENIZING, lambda: asyncio.run(prepare(body, request_id)))
             answer = begin()
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -238,10 +246,18 @@ class Server:
         batching = ContinuousBatchingConfig(max_requests_per_batch=max_requests, per_request_processors=True)
         self._requests = Requests(batching, metrics, most_tokens or sys.maxsize, verifier)
         try:
-            self._requests.start(model)
+            self._start(model, tokenizer, name, key, kinds, metrics)
         except BaseException:
             self.stop()
             raise
+        if verifier is not None:
+            verifier.start()
+
+    def _start(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, key: str | None,
+        kinds: Sequence[Any], metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._requests.start(model)
         state = GenerationState(continuous_batching=True)
         models = ModelManager(device=str(model.device), continuous_batching=True, model_timeout=-1)
         models.force_model, model_id = name, models.process_model_name(name)

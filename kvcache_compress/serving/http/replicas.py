@@ -122,7 +122,7 @@ def session_of(body: bytes) -> bytes:
     try:
         fields = json.loads(body)
         prompt = json.dumps(fields.get("messages") or fields.get("prompt") or fields.get("input")).encode()
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         prompt = body
     return hashlib.blake2b(prompt[:BEGINNING], digest_size=16).hexdigest().encode()
 

@@ -15,7 +15,7 @@ WAITING = 2
 
 
 class Verifier:
-    """A thread that reads finished answers again, without a cache.
+    """Reads finished answers again, without a cache, in a thread of its own once `start` is called.
 
     Args:
         model: the model that serves.
@@ -33,6 +33,8 @@ class Verifier:
             raise ValueError(f"verify={rate}: not with RoPE that changes with the text ({changing[0]}); leave it out")
         self.model, self.metrics, self.rate = model, metrics, rate
         self._answers: queue.Queue[tuple[list[int], list[int], list[torch.Tensor]]] = queue.Queue(WAITING)
+
+    def start(self) -> None:
         threading.Thread(target=self._run, name="verifier", daemon=True).start()
 
     def submit(self, prompt: list[int], written: list[int], kept: list[torch.Tensor]) -> None:

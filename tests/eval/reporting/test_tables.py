@@ -7,6 +7,7 @@ import pytest
 from pareto import plot_pareto
 from support.comparison_cells import cell, comparison
 
+from kvcache_compress.cli.evaluate.benchmarks import show
 from kvcache_compress.eval.reporting.tables import difference, table_of
 
 
@@ -38,6 +39,14 @@ def test_differences_are_paired_by_sample() -> None:
     )
     assert difference(other, full, "score", 3) == "-0.100 ± 0.100"
     assert difference(dataclasses.replace(other, records=other.records[1:2]), full, "score", 1) == "-0.3"
+
+
+@pytest.mark.parametrize("scale", [1, 100])
+def test_a_difference_is_printed_beside_a_score_in_its_units(scale: int, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [cell(name, "needle", score) for name, score in {"full": 0.75, "tq-4": 0.5}.items()]
+    show([dataclasses.replace(x, scores={"recall": scale * x.scores["recall"]}) for x in cells])
+    assert ("recall - full's" in (text := capsys.readouterr().out)) == (scale == 1)
+    assert ("-0.250 ± 0.000" in text) == (scale == 1)
 
 
 def test_the_front_alone_has_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,14 @@ def test_keys_of_any_range_fit_16_bit_operands(scales: tuple[float, ...]) -> Non
     assert error(out, reference.attend(AttentionCall.of(query.float(), **call), keys, values)) <= 2 * BARS[F16]
 
 
+def test_queries_may_be_denormal() -> None:
+    case = Case(spectral(2), tq(2), packed=96, split=(96, 1))
+    torch.manual_seed(0)
+    keys, values = segments(case)
+    call = AttentionCall.of(1e-40 * torch.randn(2, 6, 1, 64), scaling=0.1, softcap=None, s_aux=None)
+    assert error(launch.attend(call, keys, values), reference.attend(call, keys, values)) <= BARS[torch.float32]
+
+
 def test_static_slots_beyond_the_packed_ones_are_not_read() -> None:
     """Only groups that a static layer's counter names are read; codes and anchors of others are poison here."""
     torch.manual_seed(0)
