@@ -82,7 +82,7 @@ def step_ms(steps: dict[str, Any], names: Any) -> dict[str, float]:
 if __name__ == "__main__":
     model, tokenizer = load_model(GGUF)
     enable_fused_attention(model)
-    texts = ("data/wikitext-2/valid.txt", *sorted(Path("texts/compare").glob("*.txt")))
+    texts = (Path("data/wikitext-2/valid.txt"), *sorted(Path("texts/compare").glob("*.txt")))
     samples = Perplexity(texts=texts, scored=128, windows=3, limit=1).samples(model, tokenizer)
     with TemporaryDirectory() as folder:  # with weights in float32 activations are not rounded to 8 bits
         how, gguf = llama_cpp.llama_model_quantize_default_params(), f"{folder}/float32.gguf"
@@ -91,7 +91,7 @@ if __name__ == "__main__":
         scores = losses(model, gguf, samples)
     ids = torch.cat([sample.prompt for sample in samples], 1)
     (short, _), (long, size) = (filled(model, ids[:, :tokens]) for tokens in (SHORT, LONG))
-    rows = [{"cache": name, "bytes_per_token": size[name], "step_ms": {}} | scores[name] for name in size]
+    rows: Any = [{"cache": name, "bytes_per_token": size[name], "step_ms": {}} | scores[name] for name in size]
     for threads in (1, 2):
         torch.set_num_threads(threads)
         few, many = (step_ms(steps, OURS) | step_ms(steps, TYPES) for steps in (short, long))
