@@ -52,7 +52,7 @@ def channel_factors(size: torch.Tensor, count: int, queries: torch.Tensor | None
     if count < FEWEST or not has_outliers(size):
         return None
     if queries is not None and queries.shape[0] * queries.shape[1] * queries.shape[2] >= FEWEST * heads:
-        asked = channel_rms(queries.float().unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1))
+        asked = channel_rms(queries.float()).square().unflatten(0, (heads, -1)).mean(1).sqrt()
         relative = _relative((size / asked.clamp_min(1e-30)).sqrt())
         outlier = _is_outlier(relative)
     else:
