@@ -288,19 +288,16 @@ class LevelDecoder : public Decoder {
     auto field = side.fields.begin();
     auto levels = side.tables.begin();
     for (const int64_t bits : side.options) {
-      Component component{bits, width, levels->numel() > 1 << bits, levels->const_data_ptr<float>(), {}};
-      ++levels;
-      for (int64_t n = plane_count(bits) + 1; n > 0; --n) component.fields.emplace_back(*field++);
-      width += component.fields[0].numbers * CODES_PER_WORD;
-      components_.push_back(std::move(component));
+      add(bits, *levels++, &*field, field[plane_count(bits)]);
+      field += plane_count(bits) + 1;
     }
   }
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     for (const auto& part : components_) {
       const auto decode = [&](const auto& levels) {
-        const Half* scales = part.fields.back().row<Half>(head, first);
-        decode_levels(levels, part.fields.data(), scales, head, first, count, tile + part.start, width);
+        const Half* scales = part.scales.row<Half>(head, 0) + first;
+        decode_levels(levels, part.planes.data(), scales, head, first, count, tile + part.start, width);
       };
       with_bits(part.bits, [&]<int BITS>() {
         if (!part.trellis) {
@@ -312,12 +309,24 @@ class LevelDecoder : public Decoder {
     }
   }
 
+ protected:
+  LevelDecoder() = default;
+
+  // Adds a component with these levels, planes from this one on, and scales, one per token.
+  void add(int64_t bits, const View& levels, const View* planes, const View& scales) {
+    const std::vector<Field> fields(planes, planes + plane_count(bits));
+    components_.push_back(
+        {bits, width, levels.numel() > 1 << bits, levels.const_data_ptr<float>(), fields, Field(scales)});
+    width += fields[0].numbers * CODES_PER_WORD;
+  }
+
  private:
   struct Component {
     int64_t bits, start;
     bool trellis;
     const float* levels;
-    std::vector<Field> fields;
+    std::vector<Field> planes;
+    Field scales;
   };
 
   std::vector<Component> components_;
