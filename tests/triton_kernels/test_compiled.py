@@ -15,7 +15,7 @@ from support.paths import ROOT
 ATTENTION = "attention/test_attention.py::test_kernel_equals_plain_attention"
 FLUSH = "encode/test_flush.py::test_equals_operators"
 PLAN = "common/test_plan.py::test_"
-FAST_PATH = ("1-bit", "3-bit", "4-2", "uniform", "trellis", "kivi-2-4", "prod-3-2", "tree", "four-levels", "rope-4-4")
+FAST_PATH = ("1-bit", "3-bit", "4-2", "uniform", "trellis", "kivi-2-4", "prod-3-2", "tree", "rope-4-4")
 """Codecs that share no assembly: one of each is run."""
 CASES = {
     "sm_90": [

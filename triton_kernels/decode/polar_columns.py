@@ -7,7 +7,7 @@ of level 2, 8 of level 1 and 16 numbers. No number changes its thread.
 Lane i of a warp holds entry i of a level's table in one register, cos and sin in half precision. `shfl.idx` reads the
 register of the lane that a code names and ignores the bits above the code, so a lookup takes a shift and a shuffle for
 any angles. The radius times the entry gives both halves below it. Levels 4 to 7, 8 bits per column, are looked up in
-memory at once; in a tree of four levels, level 4 is undone like the others.
+memory at once.
 """
 
 import torch
@@ -20,7 +20,6 @@ from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_words
 
 WHOLE = ((4, 3, 2, 2, 2, 2, 2), (4, 2, 2, 2, 2, 2, 2))
-FOUR_LEVELS = ((4, 2, 2, 2),)
 HALVES = ".reg .b16 h0, h1"
 
 
@@ -83,31 +82,24 @@ def _lanes(bits: int) -> list[str]:
     return [".reg .pred p0", *lines, "mov.b32 $0, r0"]
 
 
-LEVEL_4 = assembly.block(1, 3, HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"]))
 BELOW_TWO, BELOW_THREE = (assembly.block(8, 5 + bits, *_three_levels(bits)) for bits in (2, 3))
 LANES_TWO, LANES_THREE, LANES_FOUR = (assembly.block(1, 2**bits, *_lanes(bits)) for bits in (2, 3, 4))
 
 
-def fits(tree: PolarTree, coded: bool) -> bool:
-    """True if `column_tiles` can undo this tree: all seven levels, or four with radii that are not `coded`."""
-    bits = tuple(level.bits for level in tree.levels)
-    return tree.head_dim == 128 and (bits in WHOLE or (bits in FOUR_LEVELS and not coded))
+def fits(tree: PolarTree) -> bool:
+    """True if `column_tiles` can undo this tree."""
+    return tree.head_dim == 128 and tuple(level.bits for level in tree.levels) in WHOLE
 
 
 @on_cpu()
 def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
-    """`KernelSide.words` for `column_tiles`: tables of levels, then the shifts of their words in each column.
-
-    Rows of a four-level tree have an odd number of words: it has shifts for even tokens, then for odd ones.
-    """
-    tables = [book.points.cpu().half().view(torch.int32).flatten() for book in books[: 4 if len(books) == 4 else 3]]
+    """`KernelSide.words` for `column_tiles`: tables of levels, then the shifts of their words in each column."""
+    tables = [book.points.cpu().half().view(torch.int32).flatten() for book in books[:3]]
     column = torch.arange(8, dtype=torch.int32)
     half = 16 * (column % 2)
-    if len(books) == 4:
-        half = torch.stack([half, 16 - half])
     shifts = (half + 2 * (column // 4), 8 * (column % 4) + column // 4, half + 2 * (column // 2), 2 * column)
     places = sum((shift << 8 * i for i, shift in enumerate(shifts)), torch.zeros_like(half))
-    return torch.cat([*tables, places.flatten()])
+    return torch.cat([*tables, places])
 
 
 @on_cpu()
@@ -123,12 +115,6 @@ def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
         radius = points[1][:, column // 4] * points[2][:, column // 2 % 2] * points[3][:, column % 2]
         table[column, index] = radius[:, None] * points[0]
     return table
-
-
-@on_cpu()
-def odd_rows() -> torch.Tensor:
-    """Changes to the shifts of words in even and odd rows, 0 and 16, as the bits of 16-bit numbers."""
-    return torch.tensor([0, 16], dtype=torch.int16).view(torch.float16).float()
 
 
 @on_cpu()
@@ -160,22 +146,13 @@ def lane_table(words, FIRST: tl.constexpr, BITS: tl.constexpr):
 def word_of_column(p_plane, tile, b_shift, LEVEL: tl.constexpr, COUNT: tl.constexpr):
     """A level's 16-bit words, `COUNT` per token, each at the low end of int32 `[T, 8]` in columns c % COUNT.
 
-    They are read as 32-bit words, which the compiler can prefetch to shared memory. If rows have an odd number of
-    words, `b_shift` picks the half.
+    They are read as 32-bit words, which the compiler can prefetch to shared memory.
     """
-    T: tl.constexpr = tile.o_t.shape[0]
-    ROW: tl.constexpr = LEVEL.row
-    FIRST: tl.constexpr = LEVEL.offset
-    p_twos = p_plane.to(tl.pointer_type(tl.int32), bitcast=True)
-    if ROW % 2 == 0:
-        HALF: tl.constexpr = COUNT // 2
-        b_words = load_words(p_twos + FIRST // 2, tile, ROW // 2, HALF, HALF)
-        b_words = tl.broadcast_to(b_words[:, None, :, None], [T, 8 // COUNT, HALF, 2])
-    else:
-        o_h = (((tile.o_row & 1).to(tl.int32) + tile.o_t) * ROW)[:, None] + (FIRST + tl.arange(0, COUNT))[None, :]
-        b_words = tl.load(p_twos + (tile.o_row >> 1) * ROW + (o_h >> 1), mask=tile.m_t[:, None], other=0)
-        b_words = tl.broadcast_to(b_words[:, None, :], [T, 8 // COUNT, COUNT])
-    return tl.reshape(b_words, [T, 8]) >> b_shift
+    HALF: tl.constexpr = COUNT // 2
+    p_twos = p_plane.to(tl.pointer_type(tl.int32), bitcast=True) + LEVEL.offset // 2
+    b_words = load_words(p_twos, tile, LEVEL.row // 2, HALF, HALF)
+    b_words = tl.broadcast_to(b_words[:, None, :, None], [tile.o_t.shape[0], 8 // COUNT, HALF, 2])
+    return tl.reshape(b_words, [tile.o_t.shape[0], 8]) >> b_shift
 
 
 @triton.jit
@@ -194,43 +171,19 @@ def coarse_radii(p_coarse, p_rest, b_places, tile, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def fourth_level(p_radii, p_codes, b_table, b_places, tile, LEVEL: tl.constexpr):
-    """Pairs of radii of level 3 below the eight stored ones, int32 `[T, 8]`; `LEVEL` is level 4."""
-    T: tl.constexpr = tile.o_t.shape[0]
-    p_radii = p_radii.to(tl.pointer_type(tl.int32), bitcast=True)
-    b_radii = load_words(p_radii, tile, 4, 4, 4)
-    b_radii = tl.reshape(tl.broadcast_to(b_radii[:, :, None], [T, 4, 2]), [T, 8]) >> ((b_places >> 21) & 16)
-    b_codes = load_words(p_codes + LEVEL.offset, tile, LEVEL.row, 1, 1).to(tl.int32) >> (b_places >> 24)
-    b_inputs = (b_codes, b_table, b_radii)
-    return tl.inline_asm_elementwise(LEVEL_4[0], LEVEL_4[1], b_inputs, dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
 def column_tiles(tile, META: tl.constexpr):
     """Decode to eight tiles `[T, 16]` of code space in `tile_order`; `META` is `polarquant_recursive.Tree`."""
-    T: tl.constexpr = tile.o_t.shape[0]
     SECOND: tl.constexpr = META.levels[1]
     THIRD: tl.constexpr = META.levels[2]
     FOURTH: tl.constexpr = META.levels[3]
     BITS: tl.constexpr = SECOND.bits
-    FOUR_LEVELS_ONLY: tl.constexpr = len(META.levels) == 4
     TWO: tl.constexpr = 16 + 2**BITS
     fields, words, p_coarse = tile.fields, tile.words, tile.tables[2 if META.coded else 1]
     b_places = words[len(words) - 1]
-    if FOUR_LEVELS_ONLY:
-        b_places = tl.reshape(tl.broadcast_to(tl.reshape(b_places, [1, 2, 8]), [T // 2, 2, 8]), [T, 8])
     p_twos = fields[THIRD.field]
-    b_two_shift, b_three_shift = b_places & 255, b_places >> 16 & 255
-    if FOUR_LEVELS_ONLY:
-        b_radii = fourth_level(fields[META.radii], p_twos, lane_table(words, TWO + 4, 2), b_places, tile, FOURTH)
-        p_half = p_coarse + (tile.o_row & 1) + tl.zeros([1, 1], tl.int32)
-        b_halves = tl.load(p_half).to(tl.int16, bitcast=True).to(tl.int32)
-        b_two_shift ^= b_halves
-        b_three_shift ^= b_halves
-    else:
-        b_radii = coarse_radii(p_coarse, p_twos, b_places, tile, FOURTH)
-    b_third = word_of_column(p_twos, tile, b_three_shift, THIRD, 2)
-    b_second = word_of_column(fields[SECOND.field], tile, b_two_shift, SECOND, 4)
+    b_radii = coarse_radii(p_coarse, p_twos, b_places, tile, FOURTH)
+    b_third = word_of_column(p_twos, tile, b_places >> 16 & 255, THIRD, 2)
+    b_second = word_of_column(fields[SECOND.field], tile, b_places & 255, SECOND, 4)
     b_first = load_words(fields[0], tile, 8, 8, 8)
     b_codes = (b_radii, b_third, b_second)
     if BITS == 3:

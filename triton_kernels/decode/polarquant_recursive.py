@@ -189,11 +189,10 @@ def polarquant_recursive_side(
     tables = (torch.cat([book.points for book in books]),)
     if radius_table is not None:  # as integers, which are not cast: numbers of 32 bits are prefetched
         tables += (radius_table.float().contiguous().view(torch.int32),)
-    fast = polar_columns.fits(tree, coded)
+    fast = polar_columns.fits(tree)
     if fast:
         padded = padded[:, polar_columns.tile_order(keys).to(device)]
-        coarse = polar_columns.coarse_table(books) if tree.roots == 1 else polar_columns.odd_rows()
-        tables += (coarse.to(device),)
+        tables += (polar_columns.coarse_table(books).to(device),)
     radii = sum(len(PLANES[bits]) for bits, _ in tree.widths)
     return KernelSide(
         score if keys else accumulate,
@@ -201,7 +200,7 @@ def polarquant_recursive_side(
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
         words=polar_columns.words(books).to(device) if fast else None,
-        places=(8 if tree.roots == 1 else 16) if fast else 0,
+        places=8 if fast else 0,
         tokens=16 if fast else 32,
         warps=1 if fast else 2,
         matrix=with_mean(padded.mT, mean) if keys else padded,

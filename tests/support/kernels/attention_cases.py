@@ -127,7 +127,6 @@ def fast(keys: Any, values: Any, head_dim: int = 128, **changes: Any) -> Case:
 
 
 DECODE: dict[str, Any] = {"batch": 1, "count": 1, "mask": None, "packed": 64, "split": (32, 2)}
-FOUR = {"levels": 4, "radius_bits": 16}
 ROUNDS = {"key_shape": (21, 64), "value_shape": (43, 64), "shrink": 0.97}
 """Rounds for 2 bits and 128 channels; each is smaller than the last by about the ratio of trained ones."""
 FAST: dict[str, tuple[Any, Any]] = {
@@ -135,7 +134,6 @@ FAST: dict[str, tuple[Any, Any]] = {
     "qjl": (QJL, tq(4)),
     "tree": (tree(4, 3, 2), tree(4, 2)),
     "tree-of-16-bit-radii": (tree(4, 2, center="on"), tree(4, 3, 2, radius_bits=16)),
-    "four-levels": (tree(4, 2, **FOUR), tree(4, 2, **FOUR)),
     "four-levels-of-8-bit-radii": (tree(4, 2, levels=4), tree(4, 4, 2)),
     "rope-4-4": (rope(4, 4), kivi(2)),
     "rope-5-3": (rope(5, 3), tq(4)),
