@@ -149,3 +149,9 @@ class LinearCodec(Codec):
 def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
     """Tokens `[B, H, T, D]` minus the mean `[H, D]`, if any; float32."""
     return x.float() if mean is None else x.float() - mean[:, None]
+
+
+def spread(rows: torch.Tensor, channels: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows `[n, w]` of which each head has the columns at its `channels` `[H, w]`: `[H, n, head_dim]`, else zero."""
+    found = rows.new_zeros(len(channels), len(rows), head_dim)
+    return found.scatter_(2, channels[:, None].expand(-1, len(rows), -1), rows.expand(len(channels), -1, -1))

@@ -15,6 +15,7 @@ from pydantic import field_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
+from kvcache_compress.codecs.linear import spread
 from kvcache_compress.codecs.quantizers.scalar import Component, quantize
 from kvcache_compress.codecs.quantizers.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.codecs.transforms.centering import Center
@@ -119,20 +120,11 @@ class QJLCodec(ComponentCodec):
         super().set_statistics(statistics)
         if self.options.outlier_channels:
             order = statistics["energy"].argsort(dim=-1, stable=True)
-            self._spread(order[:, : self.sketches[0][1]].sort(-1).values)
-
-    def _spread(self, inliers: torch.Tensor) -> None:
-        """Build the basis, with each sketch's columns at its channels in each head; `inliers` is `[H, channels]`."""
-        heads, head_dim = len(inliers), self.context.head_dim
-        is_inlier = torch.zeros(heads, head_dim, device=inliers.device).scatter_(1, inliers, 1.0)
-        self.members = torch.stack([is_inlier, 1 - is_inlier])
-        parts = []
-        for (rows, count), matrix, member in zip(self.sketches, self._matrices, self.members, strict=True):
-            channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, :count]
-            spread = torch.zeros(heads, rows, head_dim, device=inliers.device)
-            parts.append(spread.scatter_(2, channels.expand(-1, rows, -1), matrix.expand(heads, -1, -1)))
-        self.basis = torch.cat(parts, 1)
-        self._matrices = ()
+            by_sketch = [x.sort(-1).values for x in order.split([channels for _, channels in self.sketches], -1)]
+            self.members = torch.stack([torch.zeros_like(statistics["energy"]).scatter_(1, x, 1.0) for x in by_sketch])
+            parts = zip(self._matrices, by_sketch, strict=True)
+            self.basis = torch.cat([spread(matrix, x, self.context.head_dim) for matrix, x in parts], 1)
+            self._matrices = ()
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x = self.equalize(x, self.statistics)

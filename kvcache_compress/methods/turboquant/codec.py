@@ -18,7 +18,7 @@ from pydantic import model_validator
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Part
+from kvcache_compress.codecs.linear import LinearCodec, Part, spread
 from kvcache_compress.codecs.quantizers import trellis
 from kvcache_compress.codecs.quantizers.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.codecs.quantizers.scalar import Component, Scalar, quantize
@@ -157,9 +157,7 @@ class TurboQuantCodec(ComponentCodec):
             if order is None:
                 rows.append(rotation.unsqueeze(0))
             else:
-                channels = order[:, None, at : at + width].expand(-1, width, -1)
-                spread = torch.zeros(len(order), width, self.context.head_dim, device=rotation.device)
-                rows.append(spread.scatter_(2, channels, rotation.expand(len(order), -1, -1)))
+                rows.append(spread(rotation, order[:, at : at + width], self.context.head_dim))
             at += width
         self.basis = torch.cat(
             [
