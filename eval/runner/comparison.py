@@ -10,10 +10,9 @@
       passkey: {kind: needle, mode: passkey, lengths: [512, 1024]}
     output: results.jsonl
 
-Several processes (`accelerate launch`, `torchrun`) share the samples, with the results of one process. Finished samples
-are never computed again, so an interrupted or enlarged comparison continues. A cell that fails (out of memory, missing
-data, a cache that does not fit the model) records the reason, and the others go on. Relative paths start at the working
-directory.
+Finished samples are never computed again, so an interrupted or enlarged comparison continues. A cell that fails (out
+of memory, missing data, a cache that does not fit the model) records the reason, and the others go on. Relative paths
+start at the working directory.
 """
 
 import gc
@@ -32,7 +31,6 @@ from kvcache_compress.files.text import read_yaml
 from kvcache_compress.validation import AnyPath, AnyTuple, Seed, StrictOptions, explain
 
 from .load import load
-from .processes import OneProcess
 from .progress import Progress
 from .runner import Runner, check_distinct
 from .table import Cell, ResultTable
@@ -134,9 +132,7 @@ class Comparison(StrictOptions):
         return suite
 
 
-def compare(
-    comparison: Comparison, processes: OneProcess, on_progress: Progress | None = None
-) -> tuple[list[Cell], list[str]]:
+def compare(comparison: Comparison, on_progress: Progress | None = None) -> tuple[list[Cell], list[str]]:
     """Run a comparison.
 
     Returns:
@@ -151,19 +147,13 @@ def compare(
     cells: list[Cell] = []
     problems: list[str] = []
     for entry, specs in entries:
-        problem, runner = None, None
         try:
-            device = comparison.device or str(processes.device)
-            model, tokenizer = load(entry.model, comparison.dtype, device, fused=comparison.fused)
-            options: dict[str, Any] = {"seed": comparison.seed, "processes": processes, "on_progress": on_progress}
-            runner = Runner(model, tokenizer, comparison.output, **options)
-            del model
+            model, tokenizer = load(entry.model, comparison.dtype, comparison.device, fused=comparison.fused)
         except Exception as error:
-            problem = f"model {entry.model}: {error}"
-        if failed := [message for message in processes.gather(problem) if message is not None]:
-            problems.append(failed[0])
+            problems.append(f"model {entry.model}: {error}")
             continue
-        assert runner is not None
+        runner = Runner(model, tokenizer, comparison.output, seed=comparison.seed, on_progress=on_progress)
+        del model
         for name, benchmark in suite.items():
             cells += runner.run(name, benchmark, specs)
         del runner

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .comparison import Comparison, compare
-from .processes import OneProcess
 from .progress import Progress
 from .table import read_cells
 
@@ -51,7 +50,7 @@ def replay(
     with tempfile.TemporaryDirectory() as folder:
         change = {"caches": tuple(chosen), "benchmarks": kinds, "output": Path(folder) / "replayed.jsonl"}
         limited = comparison.model_copy(update=change)
-        cells, problems = compare(limited, OneProcess(), on_progress)
+        cells, problems = compare(limited, on_progress)
     suite = limited.suite()
     for cell in cells:
         model, benchmark, cache = cell.key

@@ -1,4 +1,4 @@
-"""Run a benchmark for several caches: prefills are shared, cells resumed, and samples sharded over processes."""
+"""Run a benchmark for several caches: prefills are shared and cells resumed."""
 
 import collections
 import dataclasses
@@ -25,7 +25,6 @@ from kvcache_compress.eval.provenance.results import (
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 from kvcache_compress.files.lock import only_one
 
-from .processes import OneProcess
 from .progress import Progress
 from .table import Cell, ResultTable, with_scores
 
@@ -47,7 +46,6 @@ class Runner:
     Args:
         output: the table's file (see `ResultTable`); None keeps nothing on disk.
         seed: seed that is set before each sample.
-        processes: processes among which the samples are divided; all make the same calls.
         on_progress: see `Progress`.
     """
 
@@ -58,11 +56,9 @@ class Runner:
         output: Path | None = None,
         *,
         seed: int = 0,
-        processes: OneProcess | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         self.model, self.tokenizer, self.table, self.seed = model, tokenizer, ResultTable(output), seed
-        self.processes = processes or OneProcess()
         self.on_progress = on_progress or (lambda done, total, label: None)
         self.model_name = without_folders(model.name_or_path) or type(model).__name__
 
@@ -78,46 +74,36 @@ class Runner:
         """
         check_distinct("caches", [spec.name for spec in specs])
         with ExitStack() as stack:
-            if self.table.path is not None and self.processes.index == 0:
+            if self.table.path is not None:
                 stack.enter_context(only_one(self.table.path.with_name(f"{self.table.path.name}.lock")))
-            self.processes.gather(None)  # no process reads records while another run adds some
             return self._run_alone(name, benchmark, specs)
 
     def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
         self.table.read()
         works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
-        samples, problem = self._samples(name, benchmark)
-        # If one process cannot read the data, all stop.
-        problem = next((message for message in self.processes.gather(problem) if message is not None), None)
-        if problem is not None:
+        samples: list[Sample] = []
+        try:
+            samples = self._samples(name, benchmark)
+        except Exception as error:
             for work in works:
-                work.error = work.error or problem
+                work.error = work.error or error_message(error)
         else:
             self._score_all(name, samples, benchmark, works)
-        self.processes.gather(None)  # no process reads records before all have written theirs
         self.table.read()
         cells = [self._collect(benchmark, work, {sample.id: sample.digest for sample in samples}) for work in works]
-        self.processes.gather(None)  # nor removes them before all have read them
-        if self.processes.index == 0:
-            self.table.write([cell for work, cell in zip(works, cells, strict=True) if not work.foreign])
-        self.processes.gather(None)
+        self.table.write([cell for work, cell in zip(works, cells, strict=True) if not work.foreign])
         return cells
 
-    def _samples(self, name: str, benchmark: Benchmark) -> tuple[list[Sample], str | None]:
-        """The samples, or an error message."""
-        try:
-            samples = benchmark.samples(self.model, self.tokenizer)
-            if not samples:
-                raise ValueError(f"benchmark {name}: no samples")
-            check_distinct(f"benchmark {name}: ids of samples", [sample.id for sample in samples])
-        except Exception as error:
-            return [], error_message(error)
-        return samples, None
+    def _samples(self, name: str, benchmark: Benchmark) -> list[Sample]:
+        samples = benchmark.samples(self.model, self.tokenizer)
+        if not samples:
+            raise ValueError(f"benchmark {name}: no samples")
+        check_distinct(f"benchmark {name}: ids of samples", [sample.id for sample in samples])
+        return samples
 
     @cached_property
     def _circumstances(self) -> dict[str, Any]:
-        about = circumstances(self.model.device)
-        return about | {"hardware": about["hardware"] | {"processes": self.processes.count}}
+        return circumstances(self.model.device)
 
     @cached_property
     def _model(self) -> dict[str, Any]:
@@ -157,9 +143,8 @@ class Runner:
         return {record["id"]: record for record in stored} | self.table.unfinished(work.head)[0]
 
     def _score_all(self, name: str, samples: Sequence[Sample], benchmark: Benchmark, works: Sequence[_Work]) -> None:
-        """Score this process's share of the samples that a cell still lacks."""
+        """Score the samples that a cell still lacks."""
         done = {work.spec.name: self._known(work) for work in works}
-        self.processes.gather(None)  # no process adds records before all have read them
 
         def pending(sample: Sample) -> list[_Work]:
             def lacks(work: _Work) -> bool:
@@ -168,11 +153,10 @@ class Runner:
             return [work for work in works if work.error is None and lacks(work)]
 
         lacking = [sample for sample in samples if pending(sample)]
-        share = lacking[self.processes.index :: self.processes.count]
-        total = sum(len(pending(sample)) for sample in share)
+        total = sum(len(pending(sample)) for sample in lacking)
         count = 0
         shared: Prefill | None = None
-        for sample in share:
+        for sample in lacking:
             todo = pending(sample)
             if not todo:
                 continue
@@ -212,7 +196,7 @@ class Runner:
                 torch.cuda.empty_cache()
 
     def _collect(self, benchmark: Benchmark, work: _Work, wanted: dict[str, str]) -> Cell:
-        """Assemble a cell from the records of all processes."""
+        """Assemble a cell from its records."""
         stored, known = work.stored, {} if work.foreign else self._known(work)
         records = [known[name] for name, digest in wanted.items() if known.get(name, {}).get("digest") == digest]
         further = [record for name, record in known.items() if name not in wanted]

@@ -1,7 +1,7 @@
 """The table of a comparison: a file of JSON lines, with a line per cell.
 
-A cell is the result of one cache in one benchmark with one model. While a cell is unfinished, processes append each of
-its samples as a line `{"unfinished": [MODEL, BENCHMARK, CACHE, DIGEST], "record": ...}`; writing the cell removes them.
+A cell is the result of one cache in one benchmark with one model. While a cell is unfinished, each of its samples is
+appended as a line `{"unfinished": [MODEL, BENCHMARK, CACHE, DIGEST], "record": ...}`; writing the cell removes them.
 A later run reuses a record if the digests of the cell (weights, options, cache, seed) and of the sample agree. The run
 that may change the table holds `FILE.lock`.
 """
@@ -100,7 +100,7 @@ class ResultTable:
         self.read()
 
     def read(self) -> None:
-        """Read what other processes have written meanwhile."""
+        """Read what other runs have written meanwhile."""
         if self.path is None or not self.path.is_file():
             return
         self._cells, self._unfinished = [], []
@@ -134,8 +134,7 @@ class ResultTable:
         self._unfinished.append({"unfinished": [*cell.key, cell.digest], **entry})
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # One write keeps the lines of several processes apart. The line break comes first, because an
-            # interruption may have cut the last line short.
+            # The line break comes first, because an interruption may have cut the last line short.
             with self.path.open("ab", buffering=0) as stream:
                 stream.write(f"\n{json.dumps(self._unfinished[-1], allow_nan=False)}".encode("ascii"))
 

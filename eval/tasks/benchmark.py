@@ -1,6 +1,6 @@
 """The contract of a benchmark: samples, a score per sample and cache, and a summary.
 
-The runner (`runner/runner.py`) does the rest: a prefill per sample, a new cache per sample, files, processes and
+The runner (`runner/runner.py`) does the rest: a prefill per sample, a new cache per sample, files and
 failures. A new benchmark is one file with `samples`, `score` and `summarize`. Its name in `BENCHMARKS` of
 `tasks/__init__.py` makes it a command of `kvcache-compress eval` too.
 """

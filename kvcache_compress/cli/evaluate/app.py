@@ -9,7 +9,6 @@ import typer
 
 from kvcache_compress.eval.runner import comparison as comparisons
 from kvcache_compress.eval.runner import replay as replays
-from kvcache_compress.eval.runner.processes import LaunchedProcesses
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.tasks import BENCHMARKS
 
@@ -32,23 +31,17 @@ def compare(
     output: Annotated[Path | None, typer.Option(help="File of results (.jsonl), instead of the file's.")] = None,
 ) -> None:
     """Compare caches on models and benchmarks; write a table of results."""
-    processes = LaunchedProcesses()
-    main_process = processes.index == 0
+    comparison = comparisons.Comparison.read(file)
+    if output is not None:
+        comparison = comparison.model_copy(update={"output": output})
     try:
-        comparison = comparisons.Comparison.read(file)
-        if output is not None:
-            comparison = comparison.model_copy(update={"output": output})
-        try:
-            cells, problems = comparisons.compare(comparison, processes, ProgressLine() if main_process else None)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-    finally:
-        processes.close()
-    if main_process:
-        for benchmark in dict.fromkeys(cell.key[:2] for cell in cells):
-            show([cell for cell in cells if cell.key[:2] == benchmark])
-        for problem in problems:
-            typer.echo(f"error: {problem}", err=True)
+        cells, problems = comparisons.compare(comparison, ProgressLine())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    for benchmark in dict.fromkeys(cell.key[:2] for cell in cells):
+        show([cell for cell in cells if cell.key[:2] == benchmark])
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
     if problems or any(cell.error is not None for cell in cells):
         raise typer.Exit(1)
 

@@ -1,9 +1,7 @@
-"""Commands made from options of benchmarks; comparisons: interrupted, in two processes, with errors, replayed."""
+"""Commands made from options of benchmarks; comparisons: interrupted, with errors, replayed."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typer.testing import CliRunner
 
 from kvcache_compress.cli.evaluate.app import app
 from kvcache_compress.eval.runner.comparison import Comparison, compare
-from kvcache_compress.eval.runner.processes import OneProcess
 from kvcache_compress.eval.runner.table import Cell, read_cells
 from kvcache_compress.eval.tasks import BENCHMARKS, make_benchmark
 from kvcache_compress.eval.tasks.benchmark import Benchmark
@@ -74,24 +71,6 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert by_name(tmp_path / "out.jsonl") == cells
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_scores_of_one(folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "two.jsonl")))
-    place, two_processes = Path(sys.executable).parent, ["--standalone", "--nproc-per-node", "2", "--no-python"]
-    command = [str(place / "torchrun"), *two_processes, str(place / "kvcache-compress"), "eval", "compare", path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    comparison = Comparison.read(Path(path)).model_copy(update={"output": tmp_path / "one.jsonl"})
-    alone = {cell.cache["name"]: cell for cell in compare(comparison, OneProcess())[0]}
-    two = by_name(tmp_path / "two.jsonl")
-    assert set(two) == set(alone)
-    for name, cell in two.items():
-        assert cell.hardware["processes"] == 2
-        assert [record["id"] for record in cell.records] == [record["id"] for record in alone[name].records]
-        assert cell.scores == pytest.approx(alone[name].scores, rel=1e-6)
-
-
 def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     good = settings(folder)["benchmarks"]["words"]
@@ -134,7 +113,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(
 ) -> None:
     path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "out.jsonl")) | changes)
     with pytest.raises(ValueError, match=named):
-        compare(Comparison.read(Path(path)), OneProcess())
+        compare(Comparison.read(Path(path)))
     ran = CliRunner().invoke(app, ["compare", path])
     assert ran.exit_code == 1
     assert ran.stderr.startswith(f"error: {path}: ")

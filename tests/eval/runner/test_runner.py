@@ -1,9 +1,7 @@
 """The runner and its table: nothing is computed twice, nothing is lost, and a failure ends one cell only."""
 
-import copy
 import dataclasses
 import json
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +16,6 @@ from transformers import Cache, LlamaForCausalLM, PreTrainedModel
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.eval.runner.processes import OneProcess
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.runner.table import Cell, ResultTable, read_cells
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
@@ -187,50 +184,6 @@ def test_missing_data(model: LlamaForCausalLM, table: Path) -> None:
     full, packed = run(model, None, Toy(tokens=12))
     assert full.error is None
     assert "nothing was packed" in str(packed.error)
-
-
-class Thread(OneProcess):
-    """One of two processes, as a thread."""
-
-    count = 2
-
-    def __init__(self, index: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        self.index, self.barrier, self.board = index, barrier, board
-
-    def gather(self, item: Any) -> list[Any]:
-        self.board[self.index] = item
-        self.barrier.wait(60)
-        items = list(self.board)
-        self.barrier.wait(60)
-        return items
-
-
-def in_two(model: LlamaForCausalLM, table: Path, benchmarks: Sequence[Toy]) -> list[list[Cell]]:
-    """Run a benchmark in each of two processes, each with a model of its own, and return the cells of both."""
-    barrier, board = threading.Barrier(2), [None, None]
-    models = [model, copy.deepcopy(model)]
-
-    def work(index: int) -> list[Cell]:
-        return run(models[index], table, benchmarks[index], processes=Thread(index, barrier, board))
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(work, range(2)))
-
-
-def test_two_processes_share_the_samples(model: LlamaForCausalLM, table: Path, tmp_path: Path) -> None:
-    alone = run(model, tmp_path / "one.jsonl", Toy())
-    Toy.asked.clear()
-    results = in_two(model, table, [Toy(), Toy()])
-    assert sorted(Toy.asked) == sorted((f"s{number}", name) for number in range(3) for name in ("full", "packed"))
-    for cells in (*results, read_cells(table)):
-        assert [cell.scores for cell in cells] == [cell.scores for cell in alone]
-        assert [[record["id"] for record in cell.records] for cell in cells] == [["s0", "s1", "s2"]] * 2
-
-
-def test_data_that_one_process_cannot_read_fails_for_all(model: LlamaForCausalLM, table: Path) -> None:
-    for cells in in_two(model, table, [Toy(), Nowhere()]):
-        assert [cell.error for cell in cells] == ["no file data.jsonl"] * 2
-    assert Toy.asked == []
 
 
 def test_two_runs_on_one_table(model: LlamaForCausalLM, table: Path, caplog: pytest.LogCaptureFixture) -> None:
