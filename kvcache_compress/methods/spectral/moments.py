@@ -155,17 +155,7 @@ class Window:
         return (slice(start, start + step) for start in range(0, heads, step))
 
     def anchored(self, heads: slice) -> torch.Tensor:
-        """Keys of some heads, each group rotated back by its anchor: `[H, n, group, D]`, zero-padded.
-
-        If all heads fit one run, the result is cached.
-        """
-        return self._anchored[heads] if self.keys.numel() <= RUN_NUMBERS else self._turned_back(heads)
-
-    @cached_property
-    def _anchored(self) -> torch.Tensor:
-        return self._turned_back(slice(None))
-
-    def _turned_back(self, heads: slice) -> torch.Tensor:
+        """Keys of some heads, each group rotated back by its anchor: `[H, n, group, D]`, zero-padded."""
         keys = self.keys[heads, self.sinks :].float()
         missing = self.groups * self.group - keys.shape[1]
         keys = functional.pad(keys, (0, 0, 0, missing)) if missing else keys

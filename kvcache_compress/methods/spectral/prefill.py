@@ -1,7 +1,7 @@
 """Statistics of spectral keys measured on the cached text, without a file."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Prompt
 
-from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, Window, attention_costs, table_of_mean
+from .moments import SAMPLED, Costs, GroupRope, KeyMoments, Window, attention_costs, table_of_mean
 from .transform import Moments, spectral_basis
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -61,13 +61,8 @@ def prompt_statistics(
     """
     _, heads, _, head_dim = prompt.keys.shape
     device = prompt.keys.device
-    # The two passes make the windows anew unless it takes little memory to keep them.
-    windows: Iterable[Window] = _windows(prompt, group, rope, costs)
-    again: Iterable[Window] = _windows(prompt, group, rope, costs)
-    if prompt.keys.numel() <= RUN_NUMBERS:
-        windows = again = list(windows)
     total, tokens = torch.zeros(heads, head_dim, dtype=torch.float64, device=device), 0
-    for window in windows:
+    for window in _windows(prompt, group, rope, costs):
         total += window.key_sum()
         tokens += window.tokens
     if prior is not None:
@@ -75,7 +70,7 @@ def prompt_statistics(
         tokens += KEYS_PRIOR
     places, means = table_of_mean(total / max(1, tokens), group, rope)
     moments = KeyMoments.zeros(heads, head_dim, device)
-    for window in again:
+    for window in _windows(prompt, group, rope, costs):
         moments.add(window, (places @ means).float())
     if prompt.queries is None and not quiet:
         _warn_once(
