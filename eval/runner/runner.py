@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,9 +73,8 @@ class Runner:
             OSError: A file cannot be written.
         """
         check_distinct("caches", [spec.name for spec in specs])
-        with ExitStack() as stack:
-            if self.table.path is not None:
-                stack.enter_context(only_one(self.table.path.with_name(f"{self.table.path.name}.lock")))
+        path = self.table.path
+        with nullcontext() if path is None else only_one(path.with_name(f"{path.name}.lock")):
             return self._run_alone(name, benchmark, specs)
 
     def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:

@@ -173,6 +173,7 @@ class Requests(CBGenerateManager):
 
 
 def too_many() -> HTTPException:
+    """Refusal of a request that may try again."""
     return HTTPException(429, "too many requests are waiting", {"Retry-After": str(RETRY_SECONDS)})
 
 

@@ -29,7 +29,8 @@ OPEN = ("/v1/models", "/health", "/metrics")
 """Other paths that answer; all others are closed."""
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 STREAM_ERROR = b'data: {"error": "'
-"""How Transformers begins the error that ends a stream; texts of answers have their quotes escaped."""
+"""Start of the event by which Transformers reports an error in a stream. Answers cannot contain it: their quotes are
+escaped."""
 BODY_SECONDS = 30
 """Longest time for a client to send its body."""
 
