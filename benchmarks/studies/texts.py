@@ -13,6 +13,7 @@ on Python's version; the held-out texts depend on NumPy's, too.
   and the licences that every Debian system has.
 - `texts/gsm8k.jsonl` has a hundred problems of GSM8K, each after eight others, in RULER's format with the length in
   characters. They are from the half to compare on.
+- `texts/multi_news.jsonl` has nine short samples of LongBench-E's multi_news and its six of 4,000 to 8,000 words.
 """
 
 import ast
@@ -44,7 +45,7 @@ OTHER_MODULES = (
 SOURCES = {"essays": "essays", "news": "longbench/multi_news.jsonl", "mathematics": "gsm8k/train-400.jsonl"}
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -112,7 +113,10 @@ def main(
             _write(output / name / f"{kind}.txt", "\n\n".join(parts[half::2]))
     for kind, text in held_out(data).items():
         _write(output / "held-out" / f"{kind}.txt", text)
-    _write(output / "gsm8k.jsonl", "".join(f"{json.dumps(row)}\n" for row in problems(data)))
+    news = _rows(data / SOURCES["news"])
+    news = news[:9] + [row for row in news[9:] if 4000 <= row["length"] < 8000]
+    for name, rows in (("gsm8k", problems(data)), ("multi_news", news)):
+        _write(output / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _write(path: Path, text: str) -> None:
