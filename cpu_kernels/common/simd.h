@@ -10,6 +10,8 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace kvcache_compress {
@@ -39,9 +41,31 @@ inline Vector load(const Number* from) {
 
 inline Floats load(const float* from) { return load<Floats>(from); }
 
+#ifdef __aarch64__
+// Both halves of a vector, as vectors of NEON's.
+template <class Half4>
+struct Halves {
+  Half4 low, high;
+};
+
+template <class Half4, class Vector>
+inline Halves<Half4> halves(Vector x) {
+  return load<Halves<Half4>>(&x);
+}
+
+template <class Vector, class Half4>
+inline Vector joined(Half4 low, Half4 high) {
+  const Halves<Half4> both = {low, high};
+  return load<Vector>(&both);
+}
+#endif
+
 inline Floats load(const Half* from) {
 #ifdef __AVX2__
   return _mm256_cvtph_ps(load<__m128i>(from));
+#elif defined(__aarch64__)
+  const auto x = load<float16x8_t>(from);
+  return joined<Floats>(vcvt_f32_f16(vget_low_f16(x)), vcvt_high_f32_f16(x));
 #else
   Floats x;
   for (int lane = 0; lane < LANES; ++lane) x[lane] = static_cast<float>(from[lane]);
@@ -75,6 +99,10 @@ inline Ints moved_up(Ints x) { return __builtin_shufflevector(x, x, 7, 0, 1, 2, 
 inline uint32_t true_lanes(Ints x) {
 #ifdef __AVX2__
   return _mm256_movemask_ps((__m256)x);
+#elif defined(__aarch64__)
+  x &= Ints{1, 2, 4, 8, 16, 32, 64, 128};
+  const auto [low, high] = halves<int32x4_t>(x);
+  return vaddvq_s32(low + high);
 #else
   uint32_t bits = 0;
   for (int lane = 0; lane < LANES; ++lane) bits |= (x[lane] & 1) << lane;
@@ -86,6 +114,12 @@ inline uint32_t true_lanes(Ints x) {
 inline Ints dot_halves(Ints x, Ints y) {
 #ifdef __AVX2__
   return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+#elif defined(__aarch64__)
+  const auto four = [](int16x8_t x, int16x8_t y) {
+    return vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+  };
+  const auto a = halves<int16x8_t>(x), b = halves<int16x8_t>(y);
+  return joined<Ints>(four(a.low, b.low), four(a.high, b.high));
 #else
   return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
@@ -115,6 +149,10 @@ class Table {
       const Floats next = _mm256_permutevar8x32_ps(levels_[i], (__m256i)codes);
       looked_up = codes >= static_cast<int>(i * LANES) ? next : looked_up;
     }
+#elif defined(__aarch64__)
+    const Ints bytes = (codes & static_cast<int>(VECTORS * LANES - 1)) * 0x04040404 + 0x03020100;
+    const auto places = halves<uint8x16_t>(bytes);
+    const auto looked_up = joined<Floats>(look_up(places.low), look_up(places.high));
 #else
     Floats looked_up;
     for (int lane = 0; lane < LANES; ++lane) {
@@ -127,6 +165,23 @@ class Table {
 
  private:
   static constexpr int VECTORS = COUNT > LANES ? COUNT / LANES : 1;
+
+#ifdef __aarch64__
+  // The bytes of all levels at these places.
+  float32x4_t look_up(uint8x16_t places) const {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(levels_);
+    if constexpr (VECTORS == 1)
+      return (float32x4_t)vqtbl2q_u8({load<uint8x16_t>(bytes), load<uint8x16_t>(bytes + 16)}, places);
+    uint8x16_t found{};
+    for (int i = 0; i < VECTORS / 2; ++i, bytes += 64, places -= 64) {
+      const uint8x16x4_t table = {load<uint8x16_t>(bytes), load<uint8x16_t>(bytes + 16), load<uint8x16_t>(bytes + 32),
+                                  load<uint8x16_t>(bytes + 48)};
+      found = vqtbx4q_u8(found, table, places);
+    }
+    return (float32x4_t)found;
+  }
+#endif
+
   Floats levels_[VECTORS] = {};
 };
 
@@ -135,10 +190,10 @@ inline void sum_each(const Floats (&x)[4], float* sums) {
 #ifdef __AVX2__
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
-#else
+#else  // in the same order
   for (int i = 0; i < 4; ++i) {
-    sums[i] = 0;
-    for (int lane = 0; lane < LANES; ++lane) sums[i] += x[i][lane];
+    const Floats& y = x[i];
+    sums[i] = ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
   }
 #endif
 }
