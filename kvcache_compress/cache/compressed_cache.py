@@ -372,5 +372,5 @@ def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeL
                     f"{chosen.method} for {side} needs rotary position embeddings, and none were found in layer "
                     f"{index} of {config.model_type}"
                 )
-            chosen.codec().check_model(chosen.options(), side, config, index)
+            chosen.codec().check_model(chosen.options(), side, config, index, rope)
     return rope

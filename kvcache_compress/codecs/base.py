@@ -154,8 +154,13 @@ class Codec(ABC):
         return 0
 
     @classmethod
-    def check_model(cls, options: Any, side: Side, config: PreTrainedConfig, layer: int) -> None:
-        """Raise `ValueError` if the method does not support this decoder layer; `layout` checks the head dimension."""
+    def check_model(
+        cls, options: Any, side: Side, config: PreTrainedConfig, layer: int, rope: RopeLayout | None
+    ) -> None:
+        """Raise `ValueError` if the method does not support this decoder layer; `layout` checks the head dimension.
+
+        `rope` is the model's, or None if it has none that is known or if no method needs it (`rope_use`).
+        """
         return
 
     def prepare(self, x: torch.Tensor, may_wait: bool = False) -> bool:

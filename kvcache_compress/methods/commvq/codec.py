@@ -21,6 +21,7 @@ from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX, Scalar, stored_
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.methods.registry import register_method
 from kvcache_compress.modeling.facts import model_facts
+from kvcache_compress.modeling.rope import RopeLayout
 
 from . import additive
 from .bit_encoder import BitEncoder
@@ -93,7 +94,9 @@ class CommVQCodec(Codec):
         return "factors" if side == "keys" else "none"
 
     @classmethod
-    def check_model(cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
+    def check_model(
+        cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int, rope: RopeLayout | None
+    ) -> None:
         file = read_codebooks(options.codebooks)
         file.check_model(model_facts(config), rope=side == "keys", any_model=options.any_model)
         if not any(name.startswith(f"{side}.{layer}.") for name in file.shapes):

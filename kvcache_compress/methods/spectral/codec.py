@@ -33,8 +33,8 @@ from kvcache_compress.codecs.quantizers.scalar import SCALE_MAX
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
 from kvcache_compress.files.model_file import ModelFile
 from kvcache_compress.methods.registry import register_method
-from kvcache_compress.modeling.facts import head_shape, model_facts
-from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
+from kvcache_compress.modeling.facts import model_facts
+from kvcache_compress.modeling.rope import RopeLayout, rotary_embedding
 
 from . import prefill
 from .moments import GroupRope, attention_costs, unit_rotations
@@ -188,11 +188,12 @@ class SpectralCodec(LinearCodec):
         return not (may_wait and self.least_tokens()) and super().prepare(x)
 
     @classmethod
-    def check_model(cls, options: SpectralOptions, side: Side, config: "PreTrainedConfig", layer: int) -> None:
+    def check_model(
+        cls, options: SpectralOptions, side: Side, config: "PreTrainedConfig", layer: int, rope: RopeLayout | None
+    ) -> None:
         file = _file(options)
-        known = rope_layout(config, head_shape(config)[0]) is not None if file is None else bool(file.facts.rope)
-        unknown = rotary_embedding(config) is not None or getattr(config, "rotary_dim", None) is not None
-        if unknown and not known:
+        known = rope if file is None else file.facts.rope
+        if not known and (rotary_embedding(config) is not None or getattr(config, "rotary_dim", None) is not None):
             raise ValueError(
                 f"spectral for keys: {config.model_type} has rotary position embeddings of an unknown kind"
             )

@@ -6,6 +6,7 @@ soon as it is measured, so that nothing stays dense for others, and expects thos
 """
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ class BitBudget:
             losses: what its sides lose with them.
             tokens: number of tokens that were measured.
         """
-        keys, values = (_choices(codecs[side]) for side in SIDES)
+        sides = [(type(codecs[side]), codecs[side].options, side, codecs[side].context.head_dim) for side in SIDES]
+        keys, values = (_choices(*one) for one in sides)
         pairs = [(key, value) for key in keys for value in values]
         costs = np.array([keys[key][0] + values[value][0] for key, value in pairs])
         factors = np.array([[keys[key][1] for key, _ in pairs], [values[value][1] for _, value in pairs]])
@@ -90,12 +92,13 @@ def _price(losses: np.ndarray, costs: np.ndarray, others: int, left: float) -> f
     return high
 
 
-def _choices(codec: Any) -> dict[float, tuple[float, float]]:
-    """Bytes per token, and what the loss is multiplied by, for each number of bits that a side may have."""
-    own, side, dim = codec.options.bits, codec.context.side, codec.context.head_dim
-    bits = [one for one in codec.bit_choices if abs(one - own) <= BITS_APART and not one * dim % 8]
-    options = {one: codec.options.model_copy(update={"bits": one}) for one in ([own, *bits] if own < bits[0] else bits)}
-    return {one: (bytes_per_token(codec.layout(of, side, dim)), 4.0 ** (own - one)) for one, of in options.items()}
+@cache
+def _choices(kind: Any, options: Any, side: Side, dim: int) -> dict[float, tuple[float, float]]:
+    """Bytes per token, and what the loss is multiplied by, for each number of bits that a codec may have."""
+    own = options.bits
+    bits = [one for one in kind.bit_choices if abs(one - own) <= BITS_APART and not one * dim % 8]
+    of = {one: options.model_copy(update={"bits": one}) for one in ([own, *bits] if own < bits[0] else bits)}
+    return {one: (bytes_per_token(kind.layout(of[one], side, dim)), 4.0 ** (own - one)) for one in of}
 
 
 def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Tensor) -> dict[Side, float] | None:
