@@ -224,8 +224,7 @@ def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Map
         if "tokens_per_second" in full:
             found["speedup"] = found["tokens_per_second"] / full["tokens_per_second"]
         return found
-    decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call)
-    found = {name: figure for name, figure in decoded.items() if figure is not None}
+    found = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call)
     if "milliseconds" in full:
         found |= {"speedup": full["milliseconds"] / found["milliseconds"], "bound": full["bits"] / found["bits"]}
     return found

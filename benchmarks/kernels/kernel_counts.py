@@ -26,7 +26,7 @@ import torch
 import typer
 
 from kvcache_compress.bench.layers import encoded_side, middle_layer, named_config
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_json
@@ -88,11 +88,7 @@ def measure(preset: str, emulator: Emulator) -> dict[str, Counts]:
 def views(preset: str, tokens: int) -> list[View]:
     """Keys and values of a layer with this many packed tokens."""
     plan = middle_layer(named_config(preset))
-    both: tuple[tuple[Side, Any], ...] = ("keys", plan.keys), ("values", plan.values)
-    return [
-        encoded_side(own.method, own.options(), side, HEAD_DIM, torch.bfloat16, heads=HEADS, packed=tokens)
-        for side, own in both
-    ]
+    return [encoded_side(plan, side, HEAD_DIM, torch.bfloat16, heads=HEADS, packed=tokens) for side in SIDES]
 
 
 def stored_bytes(preset: str) -> float:

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.cache.estimate import MODELS
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.base import CodecContext, MethodOptions, Side
-from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
+from kvcache_compress.codecs.base import CodecContext, Side
+from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.methods.commvq.codebook_file import CENTRES, group_count, rounds_for, write_codebooks
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.adaptive.eras import Era
@@ -95,19 +95,17 @@ def random_codebooks(head_dim: int, heads: int, options: Any) -> str:
 
 
 def encoded_side(
-    method: str,
-    options: MethodOptions,
+    plan: LayerPlan,
     side: Side,
     head_dim: int,
     dtype: torch.dtype,
     *,
-    heads: int = 2,
-    packed: int = 128,
+    heads: int,
+    packed: int,
     windows: tuple[int, int] = (16, 17),
     codes: Literal["encoded", "random"] = "encoded",
     batch: int = 1,
     device: torch.device | None = None,
-    backend: str = "torch",
 ) -> View:
     """View of one side of a layer, as in a step of decoding.
 
@@ -118,12 +116,12 @@ def encoded_side(
     first, last = windows
     half = head_dim // 2
     rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))  # halves are paired
-    if method == "commvq":
+    chosen, backend = plan.side(side), BACKENDS["torch"]
+    options: Any = chosen.options()
+    if chosen.method == "commvq":
         options = options.model_copy(update={"codebooks": random_codebooks(head_dim, heads, options)})
     context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, device, rope)
-    codec = BACKENDS[backend].bind(get_method(method)(options, context))
-    if packed % codec.group:
-        raise ValueError(f"packed tokens must be a multiple of {codec.group} for {method} (got {packed})")
+    codec = backend.bind(chosen.codec()(options, context))
     count = max(packed if codes == "encoded" else 128, *windows)
     tokens = torch.randn(batch, heads, count, head_dim, device=device).to(dtype)
     codec.prepare(tokens)
@@ -138,7 +136,7 @@ def encoded_side(
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
         factors = None if track is None else track.read(0, packed)
-        store.append(BACKENDS[backend].encoded(codec, tokens[:, :, :packed], factors), packed, growing=True)
+        store.append(backend.encoded(codec, tokens[:, :, :packed], factors), packed, growing=True)
     else:
         store.make_static(packed)
         store.tokens = packed
@@ -148,7 +146,7 @@ def encoded_side(
             else:
                 buffer.random_()
     sinks, tail = tokens[:, :, :first].contiguous(), tokens[:, :, :last].contiguous()
-    return View(sinks, store, packed, tail, last, (Era(0, codec),), track, backend=BACKENDS[backend])
+    return View(sinks, store, packed, tail, last, (Era(0, codec),), track, backend=backend)
 
 
 def use_backend(layer: CompressedLayer, name: str) -> None:
