@@ -6,10 +6,10 @@ Each line of `prompts.jsonl` is `{"id": ..., "prompt": ...}`; answers have the s
 worker that dies is done again by another.
 """
 
-import argparse
 from typing import Any
 
 import ray
+import typer
 
 from kvcache_compress import compress
 
@@ -31,29 +31,22 @@ class Answer:
         return {**rows, "answer": self.tokenizer.batch_decode(answers, skip_special_tokens=True)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("prompts")
-    parser.add_argument("answers")
-    parser.add_argument("--preset", default="best-3bit")
-    parser.add_argument("--new", type=int, default=64, help="most new tokens of an answer")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--cpus", type=float, default=0.5, help="cores of a worker")
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
-    args = parser.parse_args()
+def main(
+    model: str, prompts: str, answers: str, preset: str = "best-3bit", new: int = 64, batch: int = 8, workers: int = 2,
+    cpus: float = 0.5, gpus: float = 0,
+) -> None:  # fmt: skip
+    """Answer PROMPTS with at most NEW tokens each, in workers with this many CPUS and GPUS."""
     ray.init()
     cores = ray.cluster_resources()["CPU"]
-    if args.workers * args.cpus >= cores:  # reading would wait for ever
-        parser.error(f"--workers times --cpus must leave cores to read and write; there are {cores:g}")
-    rows = ray.data.read_json(args.prompts, lines=True).repartition(4 * args.workers)
-    workers = ray.data.ActorPoolStrategy(size=args.workers)
+    if workers * cpus >= cores:  # reading would wait for ever
+        raise typer.BadParameter(f"--workers times --cpus must leave cores to read and write; there are {cores:g}")
+    rows = ray.data.read_json(prompts, lines=True).repartition(4 * workers)
+    pool = ray.data.ActorPoolStrategy(size=workers)
     rows.map_batches(
-        Answer, fn_constructor_args=(args.model, args.preset, args.new), compute=workers, batch_size=args.batch,
-        num_cpus=args.cpus, num_gpus=args.gpus,
-    ).write_json(args.answers)  # fmt: skip
+        Answer, fn_constructor_args=(model, preset, new), compute=pool, batch_size=batch,
+        num_cpus=cpus, num_gpus=gpus,
+    ).write_json(answers)  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -124,7 +124,7 @@ def _samples(
         if text.is_relative_to(check) or check.is_relative_to(text):
             raise ValueError(f"check_text={quoted(str(check))} is measured on too; give a text that --text does not")
     measured = []
-    count = _checks(check_texts or texts)
+    count = max(CHECKS, -(-CHECKED // (SCORED * len(check_texts or texts))))
     checks = [sample for path in check_texts for sample in _cut(model, tokenizer, path, prefix, count)]
     for path in texts:
         found = _cut(model, tokenizer, path, prefix, windows if check_texts else windows + count)
@@ -137,11 +137,6 @@ def _samples(
             )
     short = (sample.data | {"continuation": sample.data["continuation"][:scored]} for sample in measured)
     return [replace(sample, data=data) for sample, data in zip(measured, short, strict=True)], checks
-
-
-def _checks(texts: Sequence[Path]) -> int:
-    """Windows of each text on which a config is validated."""
-    return max(CHECKS, -(-CHECKED // (SCORED * len(texts))))
 
 
 def _cut(
