@@ -95,7 +95,7 @@ def test_rows_of_the_hub_become_the_files_byte_for_byte(hub: FakeHub, tmp_path: 
 def test_comparisons_name_only_files_that_can_be_brought() -> None:
     made = {f"texts/compare/{kind}.txt" for kind in ("essays", "news", "code", "mathematics", "help")}
     held_out = ("code", "help", "reference", "numpy", "chinese", "licences")
-    made |= {f"texts/held-out/{kind}.txt" for kind in held_out} | {"texts/gsm8k.jsonl"}
+    made |= {f"texts/held-out/{kind}.txt" for kind in held_out} | {"texts/gsm8k.jsonl", "texts/multi_news.jsonl"}
     for path in sorted((ROOT / "benchmarks" / "comparisons").glob("*.yaml")):
         for options in read_yaml(path)["benchmarks"].values():
             named = {*options.get("texts", ()), *([options["data"]] if "data" in options else [])}
