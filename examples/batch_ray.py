@@ -35,7 +35,10 @@ def main(
     model: str, prompts: str, answers: str, preset: str = "best-3bit", new: int = 64, batch: int = 8, workers: int = 2,
     cpus: float = 0.5, gpus: float = 0,
 ) -> None:  # fmt: skip
-    """Answer PROMPTS with at most NEW tokens each, in workers with this many CPUS and GPUS."""
+    """Answer PROMPTS, lines `{"id": ..., "prompt": ...}`, with at most NEW tokens each.
+
+    Each worker has CPUS and GPUS.
+    """
     ray.init()
     cores = ray.cluster_resources()["CPU"]
     if workers * cpus >= cores:  # reading would wait for ever

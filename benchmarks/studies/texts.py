@@ -13,7 +13,8 @@ on Python's version; the held-out texts depend on NumPy's, too.
   and the licences that every Debian system has.
 - `texts/gsm8k.jsonl` has a hundred problems of GSM8K, each after eight others, in RULER's format with the length in
   characters. They are from the half to compare on.
-- `texts/multi_news.jsonl` has nine short samples of LongBench-E's multi_news and its six of 4,000 to 8,000 words.
+- `texts/multi_news.jsonl` has the first nine samples of LongBench's multi_news, and of its first sixty the six that
+  have 4,000 to 8,000 words.
 """
 
 import ast

@@ -42,20 +42,20 @@ inline Vector load(const Number* from) {
 inline Floats load(const float* from) { return load<Floats>(from); }
 
 #ifdef __aarch64__
-// Both halves of a vector, as vectors of NEON's.
-template <class Half4>
+// The two halves of a vector, as NEON vectors.
+template <class Part>
 struct Halves {
-  Half4 low, high;
+  Part low, high;
 };
 
-template <class Half4, class Vector>
-inline Halves<Half4> halves(Vector x) {
-  return load<Halves<Half4>>(&x);
+template <class Part, class Vector>
+inline Halves<Part> halves(Vector x) {
+  return load<Halves<Part>>(&x);
 }
 
-template <class Vector, class Half4>
-inline Vector joined(Half4 low, Half4 high) {
-  const Halves<Half4> both = {low, high};
+template <class Vector, class Part>
+inline Vector joined(Part low, Part high) {
+  const Halves<Part> both = {low, high};
   return load<Vector>(&both);
 }
 #endif
@@ -150,7 +150,8 @@ class Table {
       looked_up = codes >= static_cast<int>(i * LANES) ? next : looked_up;
     }
 #elif defined(__aarch64__)
-    const Ints bytes = (codes & static_cast<int>(VECTORS * LANES - 1)) * 0x04040404 + 0x03020100;
+    const Ints known = codes & static_cast<int>(VECTORS * LANES - 1);
+    const auto bytes = (WordsOf<uint32_t>::Vector)known * 0x04040404u + 0x03020100u;
     const auto places = halves<uint8x16_t>(bytes);
     const auto looked_up = joined<Floats>(look_up(places.low), look_up(places.high));
 #else
@@ -190,7 +191,7 @@ inline void sum_each(const Floats (&x)[4], float* sums) {
 #ifdef __AVX2__
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
-#else  // in the same order
+#else  // in AVX2's order
   for (int i = 0; i < 4; ++i) {
     const Floats& y = x[i];
     sums[i] = ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));

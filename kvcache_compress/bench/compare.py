@@ -34,7 +34,7 @@ def compare(
         bar: largest error in addition to rounding of the output.
 
     Raises:
-        ValueError: the error is larger, or any number is not finite.
+        ValueError: the error is larger than allowed, or any number is not finite.
     """
     batch = len(query)
     rows = sorted({int(torch.randint(batch, ())), batch - 1})

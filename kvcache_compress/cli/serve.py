@@ -101,9 +101,9 @@ def load_server(
     from kvcache_compress.serving.http.app import Server
     from kvcache_compress.serving.prefix_store import PrefixStore
 
-    # On CPUs oneDNN, and PyTorch's code around it, keep something for each of the last 1,024 shapes: hundreds of MiB.
-    for size in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(size, "16")
+    # On CPUs oneDNN, and PyTorch's code around it, keep what they compiled for each of 1,024 shapes: hundreds of MiB.
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, "16")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("kvcache_compress")

@@ -76,6 +76,7 @@ def test_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = decode.full_time(TINY, 2, 64, CPU, torch.bfloat16, 1)
     assert found["milliseconds"] == min(time for time in found["libraries"].values() if isinstance(time, float))
     assert set(found["libraries"]) == {"flash", "cudnn"}
+    assert isinstance(found["libraries"]["cudnn"], str)
     monkeypatch.setattr(decode, "scaled_dot_product_attention", lambda query, *_: torch.zeros_like(query))
     with pytest.raises(ValueError, match=r"flash: attention differs by 1\.0e\+00 of its size, more than 1\.0e-02"):
         decode.full_time(TINY, 2, 64, CPU, torch.bfloat16, 1)

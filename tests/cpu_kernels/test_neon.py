@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.cpp_extension import include_paths
+from torch.utils.cpp_extension import get_cxx_compiler, include_paths
 
 from kvcache_compress.cpu_kernels import build
 
@@ -31,9 +31,9 @@ void look_up(Ints random) {
 }
 
 int main() {
-  Ints x = {1, 22, 333, -4444, 55555, -666666, 7777777, -88888888};
-  for (int step = 0; step < 300; ++step, x = x * 1664525 + 1013904223) {
-    const Ints y = moved_up(x * 22695477);
+  WordsOf<uint32_t>::Vector random = {1, 22, 333, 4444, 55555, 666666, 7777777, 88888888};
+  for (int step = 0; step < 300; ++step, random = random * 1664525u + 1013904223u) {
+    const Ints x = (Ints)random, y = moved_up((Ints)(random * 22695477u));
     show(dot_halves(x, y));
     std::printf("%x\n", true_lanes(x < y));
     look_up<2>(x >> 5), look_up<8>(x >> 5), look_up<16>(x >> 5), look_up<32>(x >> 5), look_up<64>(x >> 5);
@@ -61,7 +61,9 @@ def test_gives_the_same_bits_as_avx(tmp_path: Path) -> None:
     source.write_text(PROGRAM)
     printed = []
     flags = build._VECTOR_FLAGS[torch.backends.cpu.get_cpu_capability()]
-    for number, (compiler, runner) in enumerate([(["c++", *flags], []), ([CROSS, "-static"], ["qemu-aarch64"])]):
+    for number, (compiler, runner) in enumerate(
+        [([get_cxx_compiler(), *flags], []), ([CROSS, "-static"], ["qemu-aarch64"])]
+    ):
         program = str(tmp_path / str(number))
         paths = (f"-I{path}" for path in (build._SOURCES, *include_paths()))
         subprocess.run([*compiler, "-O3", "-std=c++20", str(source), "-o", program, *paths], check=True)

@@ -182,7 +182,10 @@ def test_connections_without_a_request_are_closed(
             slow.sendall(first)
             answer = b""
             while first and not answer.endswith(b"}"):
-                answer += slow.recv(1000)
+                part = slow.recv(1000)
+                assert part
+                answer += part
+            assert not first or b" 200 " in answer
             for line in (b"GET /health HTTP/1.1\r\n", *[b"x: y\r\n"] * 20):
                 with contextlib.suppress(ConnectionError):
                     slow.sendall(line)

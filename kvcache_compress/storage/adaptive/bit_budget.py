@@ -6,7 +6,7 @@ soon as it is measured, so that nothing stays dense for others, and expects thos
 """
 
 from collections.abc import Collection, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def _price(losses: np.ndarray, costs: np.ndarray, others: int, left: float) -> f
     return high
 
 
-@cache
+@lru_cache(maxsize=64)
 def _choices(kind: Any, options: Any, side: Side, dim: int) -> dict[float, tuple[float, float]]:
     """Bytes per token, and what the loss is multiplied by, for each number of bits that a codec may have."""
     own = options.bits
