@@ -99,8 +99,8 @@ def problems(data: Path) -> Iterator[dict[str, Any]]:
     """The rows of `gsm8k.jsonl`."""
     rows = _rows(data / SOURCES["mathematics"])[1::2]
     solved = [f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in rows]
-    for number, row in enumerate(rows[-100:]):
-        before = "".join(solved[3 * number : 3 * number + 8])
+    for number, row in enumerate(rows[100:]):
+        before = "".join(solved[(3 * number + i) % 100] for i in range(8))
         prompt = {"input": f"{before}Question: {row['question']}\n", "answer_prefix": "Answer:"}
         yield {"index": number, **prompt, "outputs": [row["answer"]], "length": len(before)}
 

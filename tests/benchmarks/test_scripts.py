@@ -9,6 +9,7 @@ import fetch_data
 import kernel_counts
 import outlier_model
 import pytest
+import texts
 import torch
 import typer
 from cpu import measure_steps
@@ -100,6 +101,17 @@ def test_comparisons_name_only_files_that_can_be_brought() -> None:
         for options in read_yaml(path)["benchmarks"].values():
             named = {*options.get("texts", ()), *([options["data"]] if "data" in options else [])}
             assert named <= {*NAMES, *made}, path
+
+
+def test_problems_follow_eight_others(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    rows = "".join(f'{{"question": "q{i}?", "answer": "a{i}."}}\n' for i in range(400))
+    (tmp_path / texts.SOURCES["mathematics"]).write_text(rows)
+    problems = list(texts.problems(tmp_path))
+    assert len(problems) == 100
+    for row in problems:
+        assert row["input"].count("Answer: ") == 8
+        assert row["outputs"][0] not in row["input"]
 
 
 @pytest.fixture(scope="module")
