@@ -97,8 +97,11 @@ def _choices(kind: Any, options: Any, side: Side, dim: int) -> dict[float, tuple
     """Bytes per token, and what the loss is multiplied by, for each number of bits that a codec may have."""
     own = options.bits
     bits = [one for one in kind.bit_choices if abs(one - own) <= BITS_APART and not one * dim % 8]
-    of = {one: options.model_copy(update={"bits": one}) for one in ([own, *bits] if own < bits[0] else bits)}
-    return {one: (bytes_per_token(kind.layout(of[one], side, dim)), 4.0 ** (own - one)) for one in of}
+    found = {}
+    for one in [own, *bits] if own < bits[0] else bits:
+        fields = kind.layout(options.model_copy(update={"bits": one}), side, dim)
+        found[one] = bytes_per_token(fields), 4.0 ** (own - one)
+    return found
 
 
 def output_losses(codecs: Mapping[Side, Codec], prompt: Prompt, values: torch.Tensor) -> dict[Side, float] | None:
