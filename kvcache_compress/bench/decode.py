@@ -41,7 +41,8 @@ def full_time(
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
-    rows, libraries, right = query.unflatten(1, (shape.kv_heads, -1)), dict[str, float | str](), dict[float, float]()
+    rows = query.unflatten(1, (shape.kv_heads, -1))
+    libraries, right = dict[str, float | str](), list[tuple[float, float]]()
     for name, library in LIBRARIES.items():
 
         def attend(library: SDPBackend = library) -> torch.Tensor:
@@ -51,16 +52,16 @@ def full_time(
         try:
             error = compare(attend, query, lambda some: (keys[some].float(), values[some].float()), LIBRARY_BAR)
             libraries[name] = time = median_ms(attend, device, repeats)
-            right[time] = error
+            right.append((time, error))
         except Exception as failure:
             libraries[name] = error_message(failure)[:200]
     if not right:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in libraries.items()))
-    time = min(right)
+    time, error = min(right)
     speed = (keys.nbytes + values.nbytes) / time / 1e6
     return {
         "milliseconds": time, "gigabytes_per_second": speed, "bits": 8.0 * dtype.itemsize,
-        "attention_error": right[time], "libraries": libraries,
+        "attention_error": error, "libraries": libraries,
     }  # fmt: skip
 
 
