@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -89,6 +90,9 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 template <class Word>
 inline Ints load_words(const Word* from) {
+#ifdef __AVX2__  // GCC would widen bytes one by one
+  if constexpr (std::is_same_v<Word, uint8_t>) return (Ints)_mm256_cvtepu8_epi32(_mm_loadu_si64(from));
+#endif
   return __builtin_convertvector(load<typename WordsOf<Word>::Vector>(from), Ints);
 }
 

@@ -90,8 +90,8 @@ class Comparison(StrictOptions):
         return self
 
     @classmethod
-    def read(cls, path: Path) -> "Comparison":
-        """Read a YAML file.
+    def read(cls, path: Path, output: Path | None = None) -> "Comparison":
+        """Read a YAML file; `output` replaces the file's.
 
         Raises:
             ValueError: The file is missing or is not YAML, or its content is wrong.
@@ -100,7 +100,7 @@ class Comparison(StrictOptions):
         if not isinstance(content, dict):
             raise ValueError(f"{path}: must be a mapping with {', '.join(cls.model_fields)}")
         try:
-            return cls.model_validate(content)
+            return cls.model_validate(content if output is None else content | {"output": output})
         except ValidationError as error:
             models: dict[str, type[StrictOptions]] = {"": cls, "models": ModelEntry, "caches": CacheEntry}
             raise ValueError(f"{path}: {explain(error, 'in the comparison', models)}") from error

@@ -31,9 +31,7 @@ def compare(
     output: Annotated[Path | None, typer.Option(help="File of results (.jsonl), instead of the file's.")] = None,
 ) -> None:
     """Compare caches on models and benchmarks; write a table of results."""
-    comparison = comparisons.Comparison.read(file)
-    if output is not None:
-        comparison = comparison.model_copy(update={"output": output})
+    comparison = comparisons.Comparison.read(file, output)
     try:
         cells, problems = comparisons.compare(comparison, ProgressLine())
     except ValueError as error:

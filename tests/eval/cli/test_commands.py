@@ -56,7 +56,9 @@ def by_name(output: Path) -> dict[str, Cell]:
 
 
 def test_command(folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", settings(folder))
+    content = settings(folder)
+    del content["output"]
+    path = write(tmp_path / "c.yaml", content)
     ran = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out.jsonl")])
     assert ran.exit_code == 0, ran.output
     cells = by_name(tmp_path / "out.jsonl")
