@@ -332,10 +332,11 @@ class LevelDecoder : public Decoder {
   std::vector<Component> components_;
 };
 
-// Repeats numbers that `channels` channels share to all `width` channels of a token.
+// Repeats numbers that `channels` channels share to all `width` channels of a token. Writes up to LANES beyond the end.
 inline void spread(const Half* from, int64_t channels, int64_t width, float* to) {
   for (int64_t channel = 0; channel < width; channel += channels) {
-    std::fill_n(to + channel, channels, static_cast<float>(*from++));
+    const Floats x = Floats{} + static_cast<float>(*from++);
+    for (int64_t i = 0; i < channels; i += LANES) store(to + channel + i, x);
   }
 }
 
@@ -349,20 +350,22 @@ class GroupDecoder : public Decoder {
   }
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
-    const Field &scales = fields_.end()[-2], &zeros = fields_.end()[-1];
-    std::vector<float> scale(width + LANES), zero(width + LANES);
     with_bits(bits_, [&]<int BITS>() {
-      for (int64_t t = first; t < first + count; ++t) {
-        if (t == first || t % tokens_ == 0) {
-          spread(scales.row<Half>(head, t / tokens_), channels_, width, scale.data());
-          spread(zeros.row<Half>(head, t / tokens_), channels_, width, zero.data());
+      const Field &scales = fields_.end()[-2], &zeros = fields_.end()[-1];
+      const std::unique_ptr<float[]> factors(new float[2 * (width + LANES)]);
+      float *const scale = factors.get(), *const zero = scale + width + LANES;
+      for (int64_t t = first; t < first + count;) {
+        const int64_t group = t / tokens_, end = std::min(first + count, (group + 1) * tokens_);
+        spread(scales.row<Half>(head, group), channels_, width, scale);
+        spread(zeros.row<Half>(head, group), channels_, width, zero);
+        for (; t < end; ++t) {
+          float* to = tile + (t - first) * width;
+          each_run<BITS>(fields_.data(), head, t, fields_[0].words(),
+                         [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
+                           const Floats x = __builtin_convertvector(codes, Floats);
+                           store(to + channel, x * load(scale + channel) + load(zero + channel), lanes);
+                         });
         }
-        float* to = tile + (t - first) * width;
-        each_run<BITS>(fields_.data(), head, t, fields_[0].words(),
-                       [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
-                         const Floats x = __builtin_convertvector(codes, Floats);
-                         store(to + channel, x * load(&scale[channel]) + load(&zero[channel]), lanes);
-                       });
       }
     });
   }
