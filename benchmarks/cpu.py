@@ -19,8 +19,8 @@ from kvcache_compress import enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.provenance.results import error_message, write_json
+from kvcache_compress.eval.runner.load import load
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.modeling.loading import load_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CPU = torch.device("cpu")
@@ -36,17 +36,18 @@ def main(
     tokens: Annotated[list[int], typer.Option(help="Lengths of the prompt.")] = [4096, 8000],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Steps per cache; new tokens are packed once in 32.")] = 32,
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model.")] = "float32",
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "cpu.json",
 ) -> None:
     """Time steps and prompts of SmolLM2."""
-    smollm2, _ = load_model("smollm2-135m")
+    smollm2, _ = load("smollm2-135m", dtype, "cpu")
     rows = []
     for count in tokens:
         ids = torch.randint(1000, smollm2.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         for row in measure_steps(smollm2, [resolve_cache(name) for name in cache], ids, steps, prefills):
             rows.append(row)
             show(row)
-    write_json(output, {"model": "SmolLM2-135M, float32", "steps": steps, "rows": rows}, CPU)
+    write_json(output, {"model": f"SmolLM2-135M, {dtype}", "steps": steps, "rows": rows}, CPU)
 
 
 @torch.inference_mode()

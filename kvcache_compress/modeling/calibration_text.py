@@ -1,20 +1,19 @@
 """Read calibration text from files, cut into windows of tokens."""
 
-import codecs
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvcache_compress.files.text import read_text
+
 Report: TypeAlias = Callable[[str, int, int], None]
 """Callback for progress: name of the work, steps done, steps in all."""
-_WHOLE_BYTES = 1 << 22
-"""Files up to this size, or up to `_BYTES_PER_TOKEN` per wanted token, are read whole; larger ones in blocks."""
-_BYTES_PER_TOKEN = 16
-_BLOCK_BYTES = 1 << 17
+_MOST_CHARACTERS = 1 << 24
+"""Of a longer text only the beginning is used."""
 
 
 def read_windows(
@@ -22,8 +21,8 @@ def read_windows(
 ) -> tuple[torch.Tensor, str]:
     """Read windows `[tokens // context, context]`, evenly spread over the text; return them with their SHA-256.
 
-    Each window begins with the tokens that the tokenizer puts at the start of a text. Large files are read in evenly
-    spread blocks.
+    Each window begins with the tokens that the tokenizer puts at the start of a text. Of each file the first 2²⁴
+    characters are used.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: must be at least {context}, the size of a window")
@@ -32,11 +31,11 @@ def read_windows(
     length = context - len(start)
     if length < 1:
         raise ValueError(f"context={context}: must be more than {len(start)}, the tokens that the tokenizer puts first")
-    wanted, most = tokens // context, max(_WHOLE_BYTES, _BYTES_PER_TOKEN * tokens) // len(files)
     joined: list[int] = []
     for file in files:
-        for text in _texts(file, most):
-            joined += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        text = read_text(Path(file).expanduser(), f"text={file!r}")[:_MOST_CHARACTERS]
+        joined += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    wanted = tokens // context
     fitting = len(joined) // length
     if fitting < wanted:
         raise ValueError(
@@ -56,22 +55,3 @@ def check_files(files: Sequence[str]) -> None:
     for file in files:
         if not Path(file).expanduser().is_file():
             raise ValueError(f"text={file!r}: no such file")
-
-
-def _texts(file: str, most: int) -> Iterator[str]:
-    """Text of a file of at most `most` bytes; evenly spread blocks of a larger one."""
-    path = Path(file).expanduser()
-    size = path.stat().st_size
-    try:
-        if size <= most:
-            yield path.read_text(encoding="utf-8")
-            return
-        blocks = -(-most // _BLOCK_BYTES)
-        with path.open("rb") as stream:
-            for index in range(blocks):
-                stream.seek(index * (size - _BLOCK_BYTES) // max(blocks - 1, 1))
-                block = stream.read(_BLOCK_BYTES)
-                begin = next((at for at, byte in enumerate(block[:3]) if byte & 0xC0 != 0x80), 3)
-                yield codecs.getincrementaldecoder("utf-8")().decode(block[begin:])
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text={file!r}: not text in UTF-8 ({error})") from None

@@ -46,7 +46,8 @@ WEIGHTS: dict[tuple[int, int], tuple[float, ...]] = {
     (2, 2): (1.17515, 0.52184, 0.57473, 0.43147),
     (3, 0): (1.09198, 0.76389, 0.53864),
 }
-"""Weights of a channel's digits by `(n₂, n₁)`: first of its n₂ 2-bit digits, then of its n₁ 1-bit digits."""
+"""Weights of a channel's digits by `(n₂, n₁)`, in row n₂ (8 - n₂) + n₁: first of its n₂ 2-bit digits, then of its n₁
+1-bit digits."""
 DISTORTION = (1.0, 0.36338, 0.11748, 0.03527, 0.00989, 0.00269, 0.00077)
 """Least mean squared error of a standard Gaussian coded with 0 to 6 bits."""
 
@@ -117,21 +118,24 @@ class DigitCodes(NamedTuple):
 
 def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
     """Allocate digits to channels with standard deviations `[H, D]`."""
-    rows, kinds, by_head = list(WEIGHTS), [], []
-    for head in torch.stack(split_bits(allocate_bits(deviation, counts), counts), -1).tolist():
-        digits: tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]] = ([], [])
-        kinds.append([rows.index((n2, n1)) for n2, n1 in head])
-        for channel, kind in enumerate(tuple(pair) for pair in head):
-            for i, weight in enumerate(WEIGHTS[kind]):
-                place = 2 * min(i, kind[0]) + max(0, i - kind[0])
-                digits[i >= kind[0]].append((channel, place, weight))
-        by_head.append([*digits[0], *digits[1]])
-    channels, shifts, weights = (
-        torch.tensor([[digit[part] for digit in head] for head in by_head], dtype=dtype, device=deviation.device)
-        for part, dtype in enumerate((torch.int16, torch.uint8, torch.float32))
-    )
-    of_channels = torch.tensor(kinds, dtype=torch.uint8, device=deviation.device)
-    return DigitCodes(of_channels, channels, shifts, weights, counts)
+    twos, ones = split_bits(allocate_bits(deviation, counts), counts)
+    kind, weights = twos * (8 - twos) + ones, _weights(deviation.device)
+    place, parts = torch.arange(MOST_BITS, device=deviation.device), []
+    for number, earlier, bits in ((twos, torch.zeros_like(twos), 2), (ones, twos, 1)):
+        # All heads have as many digits.
+        digit = (place < number[..., None]).flatten(1).nonzero()[:, 1].view(len(number), -1)
+        channel, i = digit // MOST_BITS, digit % MOST_BITS
+        before = earlier.gather(1, channel)
+        parts.append((channel, 2 * before + bits * i, weights[kind.gather(1, channel), before + i]))
+    channels, shifts, factors = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return DigitCodes(kind.to(torch.uint8), channels.to(torch.int16), shifts.to(torch.uint8), factors, counts)
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> torch.Tensor:
+    """`WEIGHTS` as float32 `[kinds, 6]`, padded."""
+    with torch.inference_mode(False):
+        return torch.tensor([[*own, *[0.0] * (MOST_BITS - len(own))] for own in WEIGHTS.values()], device=device)
 
 
 @lru_cache(maxsize=1)
