@@ -149,16 +149,17 @@ def memory_table() -> str:
 
 
 def cpu_sentence(result: dict[str, Any]) -> str:
-    """Paragraph on times of a decode step at the longest context, and of prefill."""
-    tokens = max(row["tokens"] for row in result["rows"])
+    """Paragraph on times of a decode step at the longest context, and of the shortest prompt."""
+    tokens, short = (end(row["tokens"] for row in result["rows"]) for end in (max, min))
+    prompts = {row["cache"]: row["prefill_ratio"] for row in result["rows"] if row["tokens"] == short}
     rows = {row["cache"]: row for row in result["rows"] if row["tokens"] == tokens}
     others = ", ".join(f"{rows[name]['step_ms']:.0f} with `{name}`" for name in SENTENCED)
     model, _, dtype = result["model"].partition(", ")
     return (
         f"**On a CPU** a decode step of {model} in {dtype} takes {rows['full']['step_ms']:.0f} ms with the full cache "
         f"at {tokens:,} tokens, {others} ({result['hardware']['threads']} threads; [table](docs/guides/cpu.md)). "
-        f"Prefill takes {rows['best-3bit']['prefill_ratio']:.1f} times as long with `best-3bit` "
-        "([more](docs/methods/spectral.md))."
+        f"A prompt of {short:,} tokens takes {prompts['best-3bit']:.1f} times as long with `best-3bit` "
+        "([more](docs/guides/cpu.md#prompts))."
     )
 
 

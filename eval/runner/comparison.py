@@ -91,7 +91,7 @@ class Comparison(StrictOptions):
 
     @classmethod
     def read(cls, path: Path, output: Path | None = None) -> "Comparison":
-        """Read a YAML file; `output` replaces the file's.
+        """Read a YAML file; `output`, if given, replaces its entry `output`.
 
         Raises:
             ValueError: The file is missing or is not YAML, or its content is wrong.

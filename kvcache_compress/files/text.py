@@ -14,13 +14,17 @@ from kvcache_compress.validation import quoted
 _LONGEST_NAME = 500
 
 
-def read_text(path: str | Path, name: str | None = None) -> str:
-    """Read a text file in UTF-8, with `\\n` for every line end; `name` is its name in messages."""
+def read_text(path: str | Path, name: str | None = None, most: int = -1) -> str:
+    """Read a text file in UTF-8, or its first `most` characters, with `\\n` for every line end.
+
+    `name` is its name in messages.
+    """
     path, name = Path(path), (name or str(path))[-_LONGEST_NAME:]
     if not isfile(path):
         raise ValueError(f"{name}: {'is a folder; pass a file' if isdir(path) else 'no such file'}")
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(most)
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except OSError as error:

@@ -13,7 +13,7 @@ from kvcache_compress.files.text import read_text
 Report: TypeAlias = Callable[[str, int, int], None]
 """Callback for progress: name of the work, steps done, steps in all."""
 _MOST_CHARACTERS = 1 << 24
-"""Of a longer text only the beginning is used."""
+"""Most characters that are read, shared evenly among the files."""
 
 
 def read_windows(
@@ -21,8 +21,8 @@ def read_windows(
 ) -> tuple[torch.Tensor, str]:
     """Read windows `[tokens // context, context]`, evenly spread over the text; return them with their SHA-256.
 
-    Each window begins with the tokens that the tokenizer puts at the start of a text. Of each file the first 2²⁴
-    characters are used.
+    Each window begins with the tokens that the tokenizer puts at the start of a text. 2²⁴ characters are
+    read at most, the beginnings of all files.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: must be at least {context}, the size of a window")
@@ -33,7 +33,7 @@ def read_windows(
         raise ValueError(f"context={context}: must be more than {len(start)}, the tokens that the tokenizer puts first")
     joined: list[int] = []
     for file in files:
-        text = read_text(Path(file).expanduser(), f"text={file!r}")[:_MOST_CHARACTERS]
+        text = read_text(Path(file).expanduser(), f"text={file!r}", _MOST_CHARACTERS // len(files))
         joined += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     wanted = tokens // context
     fitting = len(joined) // length

@@ -162,6 +162,14 @@ def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
     assert windows[-1, -1] == 599 % 64
 
 
+def test_beginnings_of_long_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_compress.modeling.calibration_text._MOST_CHARACTERS", 400)
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(0x20AC + i // 100) for i in range(40_000)), encoding="utf-8")
+    windows, _ = read_windows([str(path), str(path)], Characters(), 128, 32)  # type: ignore[arg-type]
+    assert set(windows[:, 1:].flatten().tolist()) == {0x20AC % 128, 0x20AD % 128}
+
+
 def test_calibration_text_must_be_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xff" * 5000)

@@ -135,7 +135,8 @@ def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
 def _weights(device: torch.device) -> torch.Tensor:
     """`WEIGHTS` as float32 `[kinds, 6]`, padded."""
     with torch.inference_mode(False):
-        return torch.tensor([[*own, *[0.0] * (MOST_BITS - len(own))] for own in WEIGHTS.values()], device=device)
+        padded = [[*own, *[0.0] * (MOST_BITS - len(own))] for own in WEIGHTS.values()]
+        return torch.tensor(padded, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=1)
