@@ -352,8 +352,9 @@ class GroupDecoder : public Decoder {
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     with_bits(bits_, [&]<int BITS>() {
       const Field &scales = fields_.end()[-2], &zeros = fields_.end()[-1];
-      const std::unique_ptr<float[]> factors(new float[2 * (width + LANES)]);
-      float *const scale = factors.get(), *const zero = scale + width + LANES;
+      // Declared in here, since pointers from outside would be read again after every store.
+      std::vector<float> factors(2 * (width + LANES));
+      float *const scale = factors.data(), *const zero = scale + width + LANES;
       for (int64_t t = first; t < first + count;) {
         const int64_t group = t / tokens_, end = std::min(first + count, (group + 1) * tokens_);
         spread(scales.row<Half>(head, group), channels_, width, scale);

@@ -13,7 +13,7 @@ from kvcache_compress.files.text import read_text
 Report: TypeAlias = Callable[[str, int, int], None]
 """Callback for progress: name of the work, steps done, steps in all."""
 _MOST_CHARACTERS = 1 << 24
-"""Most characters that are read, shared evenly among the files."""
+"""Most characters that are read of all files."""
 
 
 def read_windows(
@@ -21,8 +21,8 @@ def read_windows(
 ) -> tuple[torch.Tensor, str]:
     """Read windows `[tokens // context, context]`, evenly spread over the text; return them with their SHA-256.
 
-    Each window begins with the tokens that the tokenizer puts at the start of a text. 2²⁴ characters are
-    read at most, the beginnings of all files.
+    Each window begins with the tokens that the tokenizer puts at the start of a text. At most 2²⁴ characters are
+    read, an equal share from the beginning of each file.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: must be at least {context}, the size of a window")

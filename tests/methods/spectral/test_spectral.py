@@ -143,6 +143,10 @@ def test_digits_make_the_bits_of_every_channel(bits: float, dim: int) -> None:
     for head in range(8):
         places = set(zip(found.channels[head].tolist(), found.shifts[head].tolist(), strict=True))
         assert len(places) == counts.twos + counts.ones
+        for channel, kind in enumerate(zip(twos[head].tolist(), ones[head].tolist(), strict=True)):
+            assert list(digits.WEIGHTS)[found.kind[head, channel]] == kind
+            own = found.weights[head, found.channels[head] == channel]
+            assert torch.equal(own, torch.tensor(digits.WEIGHTS[kind]))
 
 
 def test_distortions_are_those_of_the_digits() -> None:
