@@ -1,6 +1,7 @@
 """Time compressed caches on this CPU. Nothing else should run meanwhile.
 
     python benchmarks/cpu.py    # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
+    python benchmarks/cpu.py --layer --output layer.json    # of one layer of Llama-3.1-8B's shape
 
 Compared caches are interleaved.
 """
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec
@@ -37,17 +38,29 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps per cache; new tokens are packed once in 32.")] = 32,
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
     dtype: Annotated[str, typer.Option(help="Dtype of the model.")] = "float32",
+    layer: Annotated[bool, typer.Option(help="Measure one layer of Llama-3.1-8B's shape instead of SmolLM2.")] = False,
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "cpu.json",
 ) -> None:
-    """Time steps and prompts of SmolLM2."""
-    smollm2, _ = load("smollm2-135m", dtype, "cpu")
+    """Time steps and prompts of SmolLM2, or of one layer of a larger model."""
+    model = llama_layer(dtype) if layer else load("smollm2-135m", dtype, "cpu")[0]
     rows = []
     for count in tokens:
-        ids = torch.randint(1000, smollm2.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
-        for row in measure_steps(smollm2, [resolve_cache(name) for name in cache], ids, steps, prefills):
+        ids = torch.randint(1000, model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+        for row in measure_steps(model, [resolve_cache(name) for name in cache], ids, steps, prefills):
             rows.append(row)
             show(row)
-    write_json(output, {"model": f"SmolLM2-135M, {dtype}", "steps": steps, "rows": rows}, CPU)
+    name = "one layer of Llama-3.1-8B's shape" if layer else "SmolLM2-135M"
+    write_json(output, {"model": f"{name}, {dtype}", "steps": steps, "rows": rows}, CPU)
+
+
+def llama_layer(dtype: str) -> PreTrainedModel:
+    """A model of one layer of Llama-3.1-8B's shape, with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=2048, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
 
 @torch.inference_mode()
