@@ -119,17 +119,12 @@ def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> lis
     return [job for job in dict.fromkeys(jobs) if job.part in parts]
 
 
-def record(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def record(step: Callable[[], object]) -> Callable[[], object]:
     """Record a step as a CUDA graph; the function returned replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return out
-
-    return replay
+        step()
+    return graph.replay
 
 
 @torch.inference_mode()

@@ -355,8 +355,7 @@ def preset_names() -> list[str]:
 
 def measured_losses() -> dict[str, dict[str, float]]:
     """Measured losses `kl` and `kl_999` of the presets in the comparison by bit budget, in nats per token."""
-    found: dict[str, dict[str, float]] = json.loads((_presets() / "measured.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads((_presets() / "measured.json").read_text(encoding="utf-8"))
 
 
 def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> CompressionConfig:

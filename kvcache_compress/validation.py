@@ -85,9 +85,7 @@ def parse_size(given: str, name: str) -> int:
 
 def size_text(size: float) -> str:
     """Write bytes in KiB, MiB or GiB: `512.0 MiB`, `8.57 GiB`."""
-    unit, power = next(
-        pair for pair in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if size >= 2 ** pair[1] or pair[1] == 10
-    )
+    unit, power = ("GiB", 30) if size >= 2**30 else ("MiB", 20) if size >= 2**20 else ("KiB", 10)
     number = size / 2**power
     return f"{number:.{2 if number < 100 else 1}f} {unit}"
 

@@ -30,17 +30,17 @@ from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_json
-from kvcache_compress.eval.reporting.tables import markdown_table
 from kvcache_compress.methods.commvq.codec import CommVQCodec
 from kvcache_compress.methods.commvq.residual import ResidualBooks
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks" / "pages")]
 
 from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found by the line above
 from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
+from tables import markdown_table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_counts.json"
 PRESETS = (
@@ -101,9 +101,8 @@ def launches(preset: str, tokens: int, emulator: Emulator) -> list[Launched]:
     torch.manual_seed(0)
     keys, values = views(preset, tokens)
     for codec in (keys.codec, values.codec):
-        if isinstance(codec, CommVQCodec) and isinstance(
-            codec.books, ResidualBooks
-        ):  # files are mapped at any address, a GPU's memory is aligned
+        # Files are mapped at any address, a GPU's memory is aligned.
+        if isinstance(codec, CommVQCodec) and isinstance(codec.books, ResidualBooks):
             codec.books = replace(codec.books, books=codec.books.books.clone())
     query = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM).to(torch.bfloat16)
     emulator.launches.clear()

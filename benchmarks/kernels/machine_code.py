@@ -173,22 +173,6 @@ Table = dict[str, Figures]
 """Figures by the name of a case and of a kernel; the largest, where a case has several variants of one kernel."""
 
 
-class NoDevice:
-    """A driver that makes Triton compile for a target without running anything."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_device(self) -> Any:
-        return self.target.arch  # Triton keeps compiled kernels by device
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-
 @contextmanager
 def compiling(target: str, kernels: Collection[str] | None) -> Iterator[list[Any]]:
     """Compile launches in this context for a target, of some kernels or all, and run none: results are uninitialised.
@@ -201,10 +185,12 @@ def compiling(target: str, kernels: Collection[str] | None) -> Iterator[list[Any
         if kernels is None or kernel.__name__ in kernels:
             compiled.append(run(kernel, *args, warmup=True, **kwargs))
 
-    driver.set_active(NoDevice(TARGETS[target]))
-    portable = TARGETS[target].backend == "hip"
+    own = TARGETS[target]
+    # A driver for a device that is not there; Triton keeps compiled kernels by device.
+    device = {"get_current_device": lambda: own.arch, "get_current_stream": lambda _: 0}
+    driver.set_active(SimpleNamespace(**device, get_current_target=lambda: own))
     with (
-        mock.patch.object(plan, "PORTABLE", portable),
+        mock.patch.object(plan, "PORTABLE", own.backend == "hip"),
         mock.patch.dict(plan._plans, clear=True),
         mock.patch.object(triton.JITFunction, "run", record),
     ):

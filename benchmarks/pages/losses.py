@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 
+import tables
+from tables import MISSING, Row, Table, bits_text, markdown_table
+
 from kvcache_compress.config import BUDGETS as BUDGET_NAMES
 from kvcache_compress.config import preset_names
-from kvcache_compress.eval.reporting import tables
-from kvcache_compress.eval.reporting.tables import MISSING, Row, Table, bits_text, difference, markdown_table
-from kvcache_compress.eval.runner.table import Cell, read_cells
+from kvcache_compress.eval.runner.table import Cell, difference, read_cells
 from kvcache_compress.eval.tasks.perplexity import PART
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -8,8 +8,8 @@ from losses import cells_of
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from tables import Row, Table
 
-from kvcache_compress.eval.reporting.tables import Row, Table
 from kvcache_compress.files.atomic import whole_file
 
 # The first six are Okabe and Ito's, which can be told apart with any colour vision; yellow and black are left out.

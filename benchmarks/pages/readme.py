@@ -13,11 +13,11 @@ from typing import Any
 
 import losses
 from losses import RESULTS, cells_of, figure, mean_kl, table_of, tail_kl
+from tables import MISSING, Table, bits_text, markdown_table
 
 from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, total_bytes
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.reporting.tables import MISSING, Table, bits_text, markdown_table
 from kvcache_compress.validation import parse_size, size_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,15 +190,8 @@ def serving_table() -> str:
             f"{first['median']:.0f} / {first['last']:.0f} s",
             " / ".join(str(following[name]) for name in ("median", "p95", "p99")) + " ms",
         ])  # fmt: skip
-    heads = [
-        "memory",
-        "cache",
-        "requests",
-        "tokens/s",
-        "first token, median / last",
-        "next token, median / 95 % / 99 %",
-    ]
-    return markdown_table(heads, lines, (0, 1))
+    first, following = "first token, median / last", "next token, median / 95 % / 99 %"
+    return markdown_table(["memory", "cache", "requests", "tokens/s", first, following], lines, (0, 1))
 
 
 def render(page: str, texts: dict[str, str]) -> str:

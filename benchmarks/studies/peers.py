@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from json import dumps, loads
 from pathlib import Path
+from pkgutil import resolve_name as found
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -46,11 +46,6 @@ OURS = {"hqq-4": DECODED, **dict.fromkeys(("kivi-4bit", "turboquant-4bit", "best
 ENDS = (type, FunctionType, ModuleType, PreTrainedModel, PreTrainedConfig)
 Prompts = list[tuple[Prefill, torch.Tensor]]
 CacheLayerMixin.get_max_length.__isabstractmethod__ = False
-
-
-def found(path: str) -> Any:
-    """A class or function of an installed package."""
-    return getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
 
 
 def fitted(cache: Any, prompt: Any) -> Any:

@@ -327,11 +327,10 @@ Tensor attend(const Tensor& query, const std::vector<Tensor>& key_sides, const s
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(describe, "(int form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
+KVCACHE_COMPRESS_OPERATOR(describe, "(int form, int[] options, int fields, Tensor[] tensors) -> Tensor")
 KVCACHE_COMPRESS_OPERATOR(
     attend,
     "(Tensor query, Tensor[] keys, int[] starts, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int tail, "
-    "Tensor? pages, int page_tokens, float scaling, float softcap) -> Tensor",
-    attend)
+    "Tensor? pages, int page_tokens, float scaling, float softcap) -> Tensor")
 
 }  // namespace kvcache_compress

@@ -9,10 +9,10 @@
 #include <cstring>
 #include <vector>
 
-// Registers `function` for CPUs as an operator of `torch.ops.kvcache_compress_cpu`; `types` are those of its schema.
-#define KVCACHE_COMPRESS_OPERATOR(name, types, function)                         \
+// Registers the function `name` for CPUs in `torch.ops.kvcache_compress_cpu`; `types` are those of its schema.
+#define KVCACHE_COMPRESS_OPERATOR(name, types)                                   \
   STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) { m.def(#name types); } \
-  STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&function)); }
+  STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&name)); }
 
 namespace kvcache_compress {
 

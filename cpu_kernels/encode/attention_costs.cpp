@@ -77,7 +77,6 @@ std::vector<Tensor> attention_costs(Tensor logits, const Tensor& at, int64_t sin
 }  // namespace
 
 KVCACHE_COMPRESS_OPERATOR(attention_costs,
-                          "(Tensor(a!) logits, Tensor at, int sinks, int recent, int group, int groups) -> Tensor[]",
-                          attention_costs)
+                          "(Tensor(a!) logits, Tensor at, int sinks, int recent, int group, int groups) -> Tensor[]")
 
 }  // namespace kvcache_compress

@@ -160,14 +160,11 @@ std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, 
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(quantize_levels, "(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]",
-                          quantize_levels)
+KVCACHE_COMPRESS_OPERATOR(quantize_levels, "(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]")
 KVCACHE_COMPRESS_OPERATOR(quantize_groups,
-                          "(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]",
-                          quantize_groups)
+                          "(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]")
 KVCACHE_COMPRESS_OPERATOR(
     quantize_pairs,
-    "(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) -> Tensor[]",
-    quantize_pairs)
+    "(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) -> Tensor[]")
 
 }  // namespace kvcache_compress

@@ -145,7 +145,6 @@ std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, co
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(subtract_nearest, "(Tensor z, Tensor products, Tensor costs, Tensor tables) -> Tensor[]",
-                          subtract_nearest)
+KVCACHE_COMPRESS_OPERATOR(subtract_nearest, "(Tensor z, Tensor products, Tensor costs, Tensor tables) -> Tensor[]")
 
 }  // namespace kvcache_compress

@@ -153,7 +153,6 @@ std::vector<Tensor> quantize_digits(const Tensor& y, const Tensor& deviation, co
 
 KVCACHE_COMPRESS_OPERATOR(quantize_digits,
                           "(Tensor y, Tensor deviation, Tensor kind, Tensor points, Tensor bounds, Tensor codes, int[] "
-                          "bits, Tensor channels, Tensor shifts, int twos, float[] factors) -> Tensor[]",
-                          quantize_digits)
+                          "bits, Tensor channels, Tensor shifts, int twos, float[] factors) -> Tensor[]")
 
 }  // namespace kvcache_compress

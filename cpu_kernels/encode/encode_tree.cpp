@@ -142,7 +142,6 @@ std::vector<Tensor> quantize_tree(const Tensor& y, const std::vector<Tensor>& po
 }  // namespace
 
 KVCACHE_COMPRESS_OPERATOR(quantize_tree,
-                          "(Tensor y, Tensor[] points, Tensor[] bounds, int[] places, int lower) -> Tensor[]",
-                          quantize_tree)
+                          "(Tensor y, Tensor[] points, Tensor[] bounds, int[] places, int lower) -> Tensor[]")
 
 }  // namespace kvcache_compress

@@ -170,7 +170,6 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(quantize_trellis, "(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]",
-                          quantize_trellis)
+KVCACHE_COMPRESS_OPERATOR(quantize_trellis, "(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]")
 
 }  // namespace kvcache_compress

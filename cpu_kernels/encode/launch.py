@@ -35,13 +35,9 @@ def quantize_groups(
 
 
 def quantize_pairs(
-    real: torch.Tensor,
-    imaginary: torch.Tensor,
-    steps: torch.Tensor,
-    bounds: torch.Tensor,
-    angle_bits: int,
+    real: torch.Tensor, imaginary: torch.Tensor, steps: torch.Tensor, bounds: torch.Tensor, angle_bits: int,
     radius_bits: int,
-) -> Fields:
+) -> Fields:  # fmt: skip
     """Twin of `polar_pairs.quantize`; float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
     numbers = (x.contiguous() for x in (real, imaginary, steps))

@@ -60,12 +60,10 @@ def full_cache() -> CacheSpec:
 def preset_cache(preset: str | dict[str, Any] | CompressionConfig, *, name: str | None = None) -> CacheSpec:
     """Spec of a `CompressedCache`; its name in tables is by default `preset`, which then is a string."""
     config = preset if isinstance(preset, CompressionConfig) else load_config(preset)
-
-    def make(model: PreTrainedModel) -> Cache:
-        return CompressedCache(model.config, config)
-
-    description = _without_paths(config.model_dump(mode="json"))
-    return CacheSpec(name or str(preset), make, _measure_ours, description=description)
+    about = _without_paths(config.model_dump(mode="json"))
+    return CacheSpec(
+        name or str(preset), lambda model: CompressedCache(model.config, config), _measure_ours, description=about
+    )
 
 
 def _without_paths(config: Any) -> Any:

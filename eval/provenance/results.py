@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from kvcache_compress.files.atomic import whole_file
@@ -115,8 +116,4 @@ def without_folders(text: str) -> str:
 
 def strip_folders(option: Any) -> Any:
     """Apply `without_folders` to every text in plain JSON."""
-    if isinstance(option, dict):
-        return {key: strip_folders(value) for key, value in option.items()}
-    if isinstance(option, (list, tuple)):
-        return [strip_folders(item) for item in option]
-    return without_folders(option) if isinstance(option, str) else option
+    return tree_map_only(str, without_folders, option)

@@ -75,23 +75,21 @@ class Runner:
         check_distinct("caches", [spec.name for spec in specs])
         path = self.table.path
         with nullcontext() if path is None else only_one(path.with_name(f"{path.name}.lock")):
-            return self._run_alone(name, benchmark, specs)
-
-    def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
-        self.table.read()
-        works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
-        samples: list[Sample] = []
-        try:
-            samples = self._samples(name, benchmark)
-        except Exception as error:
-            for work in works:
-                work.error = work.error or error_message(error)
-        else:
-            self._score_all(name, samples, benchmark, works)
-        self.table.read()
-        cells = [self._collect(benchmark, work, {sample.id: sample.digest for sample in samples}) for work in works]
-        self.table.write([cell for work, cell in zip(works, cells, strict=True) if not work.foreign])
-        return cells
+            self.table.read()
+            works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
+            samples: list[Sample] = []
+            try:
+                samples = self._samples(name, benchmark)
+            except Exception as error:
+                for work in works:
+                    work.error = work.error or error_message(error)
+            else:
+                self._score_all(name, samples, benchmark, works)
+            self.table.read()
+            digests = {sample.id: sample.digest for sample in samples}
+            cells = [self._collect(benchmark, work, digests) for work in works]
+            self.table.write([cell for work, cell in zip(works, cells, strict=True) if not work.foreign])
+            return cells
 
     def _samples(self, name: str, benchmark: Benchmark) -> list[Sample]:
         samples = benchmark.samples(self.model, self.tokenizer)
@@ -146,18 +144,14 @@ class Runner:
         done = {work.spec.name: self._known(work) for work in works}
 
         def pending(sample: Sample) -> list[_Work]:
-            def lacks(work: _Work) -> bool:
-                return done[work.spec.name].get(sample.id, {}).get("digest") != sample.digest
+            known = {name: records.get(sample.id, {}).get("digest") for name, records in done.items()}
+            return [work for work in works if work.error is None and known[work.spec.name] != sample.digest]
 
-            return [work for work in works if work.error is None and lacks(work)]
-
-        lacking = [sample for sample in samples if pending(sample)]
-        total = sum(len(pending(sample)) for sample in lacking)
+        total = sum(len(pending(sample)) for sample in samples)
         count = 0
         shared: Prefill | None = None
-        for sample in lacking:
-            todo = pending(sample)
-            if not todo:
+        for sample in samples:
+            if not (todo := pending(sample)):
                 continue
             shared = None  # frees its memory before the next prefill
             with self._failing(todo):

@@ -93,7 +93,7 @@ class ResultTable:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._cells: list[Cell] = []
+        self.cells: list[Cell] = []
         self._unfinished: list[dict[str, Any]] = []
         if path is not None and (path.suffix != SUFFIX or path.is_dir()):
             raise ValueError(f"output={str(path)!r}: must be a file whose name ends in {SUFFIX}")
@@ -103,25 +103,21 @@ class ResultTable:
         """Read what other runs have written meanwhile."""
         if self.path is None or not self.path.is_file():
             return
-        self._cells, self._unfinished = [], []
+        self.cells, self._unfinished = [], []
         for number, line in enumerate(read_text(self.path).split("\n"), 1):
             partial = line.startswith(_UNFINISHED) or _UNFINISHED.startswith(line)
             try:
                 if partial:
                     self._unfinished.append(json.loads(line))
                 else:
-                    self._cells.append(Cell(**json.loads(line)))
+                    self.cells.append(Cell(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 if not partial:  # a partial line is empty, or an interruption cut it short
                     raise ValueError(f"{self.path}, line {number}: not a cell of a comparison: {error}") from error
 
-    def cells(self) -> list[Cell]:
-        """All cells, finished and failed."""
-        return list(self._cells)
-
     def cell(self, like: Cell) -> Cell | None:
         """The cell of the same names, whatever its digest."""
-        return next((cell for cell in self._cells if cell.key == like.key), None)
+        return next((cell for cell in self.cells if cell.key == like.key), None)
 
     def unfinished(self, cell: Cell) -> tuple[dict[str, Record], str | None]:
         """Records of an unfinished cell by sample id, and its error if there was one."""
@@ -143,9 +139,9 @@ class ResultTable:
         self.read()
         new = {cell.key: cell for cell in cells}
         self._unfinished = [entry for entry in self._unfinished if tuple(entry["unfinished"][:3]) not in new]
-        self._cells = [new.pop(cell.key, cell) for cell in self._cells] + list(new.values())
+        self.cells = [new.pop(cell.key, cell) for cell in self.cells] + list(new.values())
         if self.path is not None:
-            lines = [*map(dataclasses.asdict, self._cells), *self._unfinished]
+            lines = [*map(dataclasses.asdict, self.cells), *self._unfinished]
             text = "".join(f"{json.dumps(line, ensure_ascii=False, allow_nan=False)}\n" for line in lines)
             write_atomically(self.path, text)
 
@@ -157,7 +153,7 @@ def read_cells(path: Path) -> list[Cell]:
         ValueError: The file is missing, has no cell, or is no table.
     """
     read_text(path, f"results={str(path)!r}")
-    if not (cells := ResultTable(path).cells()):
+    if not (cells := ResultTable(path).cells):
         raise ValueError(f"results={str(path)!r}: no finished cell in it")
     return cells
 
@@ -183,3 +179,11 @@ def with_scores(cell: Cell, scores: dict[str, float]) -> Cell:
         seconds=round(sum(record["seconds"] for record in records), 1),
         prefill_seconds=round(sum(record["prefill_seconds"] for record in records), 1),
     )
+
+
+def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
+    """Mean difference of a record's score from another cache's on the same samples, with its standard error."""
+    before = {record["id"]: record[score] for record in base.records}
+    changes = [record[score] - before[record["id"]] for record in cell.records]
+    error = f" ± {statistics.stdev(changes) / math.sqrt(len(changes)):.{digits}f}" if len(changes) > 1 else ""
+    return f"{statistics.fmean(changes):+.{digits}f}{error}"

@@ -134,7 +134,4 @@ def _passes(case: str) -> list[list[int]]:
 
 
 def _tokens_by_text(plan: Sequence[tuple[int, int]]) -> Counter[int]:
-    taken: Counter[int] = Counter()
-    for text, tokens in plan:
-        taken[text] += tokens
-    return taken
+    return sum((Counter({text: tokens}) for text, tokens in plan), Counter[int]())

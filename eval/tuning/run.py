@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
+import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.cache.compressed_cache import CompressedCache
@@ -21,7 +21,6 @@ from kvcache_compress.eval.tasks.scoring import text_name
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.validation import parse_size, quoted
 
-from .rules import config_yaml
 from .sensitivity import Choices, Sensitivity, measure, score_configs, with_bits
 from .tune import Budget, tune
 
@@ -33,24 +32,18 @@ SCORED = 256
 """Tokens scored in each of these windows."""
 
 
-class TuningResult(NamedTuple):
-    """The budget or the preset with the texts, and the scores of each config on these texts, with `packed_bits`."""
-
-    title: str
-    losses: dict[str, dict[str, float]]
-
-
 def tune_config(
     model: str, texts: Sequence[Path], output: Path, *, bits: float | None = None, memory: str | None = None,
     context: str | None = None, batch: int = 1, check_texts: Sequence[Path] = (), base: str = "best-2bit",
     levels: Sequence[float] = LEVELS, windows: int = 2, prefix: int = 1024, scored: int = 96,
     codebooks: Path | None = None, statistics: Path | None = None, dtype: str = "float32", device: str | None = None,
     on_progress: Progress | None = None,
-) -> TuningResult:  # fmt: skip
+) -> tuple[str, dict[str, dict[str, float]]]:  # fmt: skip
     """Tune a config and write it to `output`; an interrupted run goes on from the file `output.measured.jsonl`.
 
     The arguments are the options of `kvcache-compress tune`, whose help explains them. Give a budget as `bits`, or as
-    `memory` with `context`. Without `texts` a text of the package is used.
+    `memory` with `context`. Without `texts` a text of the package is used. Returns the budget with the texts, and the
+    scores of each config on these texts, with `packed_bits`.
 
     Raises:
         ValueError: The options do not go together, nothing fits the budget, or the model cannot be compressed.
@@ -107,8 +100,11 @@ def tune_config(
         *(f"  {name}: {loss_text(loss)}" for name, loss in losses.items()),
         verdict,
     ]
-    write_atomically(output, "".join(f"# {line}\n" for line in header) + config_yaml(tuned.config))
-    return TuningResult(f"{wanted}, {validated_on}; {verdict}", losses)
+    fields = {*SIDES, "sink_tokens", "recent_tokens", "layers"}
+    content = tuned.config.model_dump(mode="json", include=fields, exclude_none=True)
+    text = yaml.safe_dump(content, default_flow_style=None, sort_keys=False, width=120)
+    write_atomically(output, "".join(f"# {line}\n" for line in header) + text)
+    return f"{wanted}, {validated_on}; {verdict}", losses
 
 
 def _samples(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress import __version__
 from kvcache_compress.codecs.base import SIDES, Side
-from kvcache_compress.config import CompressionConfig, SideConfig
+from kvcache_compress.config import CompressionConfig, LayerRule, SideConfig
 from kvcache_compress.eval.caches.caches import preset_cache
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.eval.provenance.results import digest_of, fingerprint
@@ -23,8 +23,7 @@ from kvcache_compress.eval.runner.table import Cell
 from kvcache_compress.eval.tasks.benchmark import Record, Sample
 from kvcache_compress.eval.tasks.perplexity import Perplexity
 
-from .rules import DENSE, compress_only
-
+DENSE = SideConfig(method="none")
 Choices = dict[Side, list[SideConfig]]
 """Choices for keys and for values, by rising bits."""
 
@@ -119,7 +118,9 @@ def measure(
             configs[_name(side, choice)] = base.model_copy(update={side: choice, other: DENSE})
     for layer in layers:
         for side in SIDES:
-            configs[_name(side, own[side], layer)] = compress_only(base, layer, side, own[side])
+            rule = LayerRule.model_validate({"match": [layer], side: own[side]})
+            alone = {"keys": DENSE, "values": DENSE, "layers": [rule]}
+            configs[_name(side, own[side], layer)] = base.model_copy(update=alone)
     model = runner.model
     conditions = {"weights": fingerprint(model), "dtype": str(model.dtype), "base": base.model_dump(mode="json")}
     cells = score_configs(runner, f"sides {digest_of(version=__version__, **conditions)}", windows, configs)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,10 +10,9 @@ from kvcache_compress.cache.estimate import ModelShape, packed_bits, total_bytes
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
-from kvcache_compress.config import CompressionConfig, SideConfig
+from kvcache_compress.config import CompressionConfig, LayerRule, SideConfig
 from kvcache_compress.storage.packed_store import SLACK
 
-from .rules import with_choices
 from .sensitivity import Choices, Sensitivity
 
 STEPS = 64
@@ -95,13 +95,9 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Choices, budget: 
 
 
 def _best(
-    found: Sensitivity,
-    base: CompressionConfig,
-    choices: Choices,
-    costs: dict[Side, list[float]],
-    budget: Budget,
+    found: Sensitivity, base: CompressionConfig, choices: Choices, costs: dict[Side, list[float]], budget: Budget,
     spare: float,
-) -> CompressionConfig | None:
+) -> CompressionConfig | None:  # fmt: skip
     """The config of least expected KL; None if nothing fits. `spare` is what the fewest bits leave."""
     units = list(found.alone)
     losses = [[found.loss(layer, side, n) for n in range(len(choices[side]))] for layer, side in units]
@@ -116,9 +112,9 @@ def _best(
         for (layer, side), number in zip(units, numbers, strict=True):
             chosen.setdefault(layer, {})[side] = choices[side][number]
         # The estimate numbers full-attention layers alone, wherever the model has them.
-        spare = budget.spare(with_choices(base, dict(enumerate(chosen.values()))))
+        spare = budget.spare(_with_choices(base, dict(enumerate(chosen.values()))))
         if spare >= -1e-6:
-            return with_choices(base, chosen)
+            return _with_choices(base, chosen)
         # The allocation chose tables, cos or sin that the allowance did not count.
         allowed = sum(of_unit[number] for of_unit, number in zip(steps, numbers, strict=True)) / STEPS + spare
     return None
@@ -133,3 +129,14 @@ def _rivals(found: Sensitivity, base: CompressionConfig, choices: Choices, budge
         if budget.spare(config) >= -1e-6:
             fitting.append((sum(found.loss(layer, side, pair[side]) for layer, side in found.alone), config))
     return [config for _, config in sorted(fitting, key=lambda each: each[0])[:RIVALS]]
+
+
+def _with_choices(config: CompressionConfig, chosen: Mapping[int, Mapping[Side, SideConfig]]) -> CompressionConfig:
+    """The config with a rule for each pair of keys and values that differs from its own; equal layers share a rule."""
+    groups: dict[tuple[tuple[Side, SideConfig], ...], list[int]] = {}
+    for layer, sides in sorted(chosen.items()):
+        changed = tuple((side, choice) for side, choice in sides.items() if choice != getattr(config, side))
+        if changed:
+            groups.setdefault(changed, []).append(layer)
+    rules = [LayerRule.model_validate({"match": layers, **dict(changed)}) for changed, layers in groups.items()]
+    return config.model_copy(update={"layers": rules})

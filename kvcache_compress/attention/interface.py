@@ -197,7 +197,7 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
             prefix tuning).
     """
     inner = compressible(model)
-    decoder = _decoder_config(inner)
+    decoder = inner.config.get_text_config(decoder=True)
     if not is_fused(decoder._attn_implementation):
         if not inner._can_set_attn_implementation():
             raise ValueError(
@@ -214,18 +214,14 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
 def disable_fused_attention(model: torch.nn.Module) -> None:
     """Restore the previous attention of `model`, or of the model that PEFT wraps."""
     inner = unwrapped(model)
-    decoder = _decoder_config(inner)
+    decoder = inner.config.get_text_config(decoder=True)
     if is_fused(decoder._attn_implementation):
         _switch(inner, decoder, _previous_name(decoder))
         remove_fused_hooks(inner)
 
 
 def attends_fused(model: PreTrainedModel) -> bool:
-    return is_fused(_decoder_config(model)._attn_implementation)
-
-
-def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    return model.config.get_text_config(decoder=True)
+    return is_fused(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def _switch(model: PreTrainedModel, decoder: PreTrainedConfig, name: str) -> None:

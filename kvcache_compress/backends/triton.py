@@ -54,8 +54,7 @@ class TritonBackend(TorchBackend):
             return super().encoded(codec, x, rope)
         with on_device(x):
             rows = None if rope is None else torch.cat(rope, -1)
-            found: Fields = self._kernels.encoding.encoded(codec.kernel_encoder, x, codec.fields, rows)
-            return found
+            return self._kernels.encoding.encoded(codec.kernel_encoder, x, codec.fields, rows)
 
     def has_static_steps(self, device: torch.device) -> bool:
         return True
@@ -86,11 +85,9 @@ class TritonBackend(TorchBackend):
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may lack their statistics
             return super().attend(call, keys, values)
-        found: torch.Tensor = self._kernels.attention.attend(call, keys, values)
-        return found
+        return self._kernels.attention.attend(call, keys, values)
 
     def attend_to_pages(
         self, call: AttentionCall, keys: View, values: View, rows: torch.Tensor, page: int
     ) -> torch.Tensor:
-        found: torch.Tensor = self._kernels.attention.attend(call, keys, values, rows, page)
-        return found
+        return self._kernels.attention.attend(call, keys, values, rows, page)

@@ -97,9 +97,8 @@ class MemoryReport(Memory):
             alike = list(run)
             first, last = alike[0], alike[-1]
             named = str(first.layer) if first is last else f"{first.layer}-{last.layer}"
-            sums = (sum(getattr(layer, name) for layer in alike) for name in ("used_bytes", "total_bytes"))
             counts = (str(first.dense_tokens), str(first.packed_tokens))
-            used, held = map(size_text, sums)
+            used, held = (size_text(len(alike) * size) for size in (first.used_bytes, first.total_bytes))
             table.append((named, first.method, *counts, used, held, f"{first.bits_per_number:.2f}"))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         heading, *rows = (
@@ -161,7 +160,7 @@ def _layer_memory(index: int, layer: Any, counted: set[int]) -> LayerMemory:
     return LayerMemory(
         layer=index, method=type(layer).__name__, fields={"dense": size}, dense_tokens=tokens,
         numbers=sum(x.numel() for x in used), allocated_bytes=keys.nbytes + values.nbytes, full_bytes=size,
-        wider_bytes=_wider(keys) + _wider(values), dtype=_name(keys),
+        wider_bytes=_wider(keys) + _wider(values), dtype=str(keys.dtype).removeprefix("torch."),
     )  # fmt: skip
 
 
@@ -194,14 +193,10 @@ def _compressed(index: int, layer: CompressedLayer, counted: set[int]) -> LayerM
         layer=index, method=method, fields=fields, dense_tokens=int(layer.get_seq_length()) - layer.packed_tokens,
         packed_tokens=layer.packed_tokens, numbers=numbers, packed_numbers=packed_numbers, packed_bytes=packed_bytes,
         allocated_bytes=allocated, constant_bytes=constants, full_bytes=full, wider_bytes=wider,
-        dtype=_name(layer.sides["values"].sinks) if layer.sides else "",
+        dtype=str(layer.sides["values"].sinks.dtype).removeprefix("torch.") if layer.sides else "",
     )  # fmt: skip
 
 
 def _wider(x: torch.Tensor) -> int:
     """Bytes of a buffer beyond 16 bits per number."""
     return x.nbytes - 2 * x.numel()
-
-
-def _name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -51,12 +51,12 @@ def tune(
 
     with errors_as_lines():
         levels: dict[str, Any] = {"levels": level} if level else {}
-        result = tune_config(
+        title, losses = tune_config(
             model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
             check_texts=check_text or [], base=base, windows=windows, prefix=prefix, scored=scored,
             codebooks=codebooks, statistics=statistics, dtype=dtype, device=device,
             on_progress=ProgressLine(), **levels,
         )  # fmt: skip
-    console.print(escape(f"{result.title}:"))
-    for name, loss in result.losses.items():
+    console.print(escape(f"{title}:"))
+    for name, loss in losses.items():
         console.print(escape(f"{name}: {loss_text(loss)}"), soft_wrap=True)

@@ -144,7 +144,8 @@ class Mask:
         else:  # append the last query, which sees all tokens except padding
             mask = torch.cat([mask[:, at - (tokens - count)], mask[:, -1:]], 1)
         if padding is not None:
-            mask = padding.row(row).exchange_(mask[None].clone(), sinks)[0]
+            own = padding.changed(lambda tokens: tokens[row : row + 1])
+            mask = own.exchange_(mask[None].clone(), sinks)[0]
         if not self.is_by_query:
             return mask, mask[0, 0]
         return mask[:, :-1], sees(mask).flatten(0, 1).any(0)

@@ -81,9 +81,6 @@ class LeftPadding:
         """True for the tokens of each row that are not padding, in their order: bool `[B or 1, tokens]`."""
         return torch.arange(tokens, device=self.tokens.device) >= self.tokens[:, None]
 
-    def row(self, index: int) -> "LeftPadding":
-        return self.changed(lambda tokens: tokens[index : index + 1])
-
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LeftPadding":
         """Return the padding after `change` of the rows; a single entry fits any rows and stays unchanged."""
         return self if len(self.tokens) == 1 else LeftPadding(change(self.tokens), self.longest)

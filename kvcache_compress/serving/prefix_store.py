@@ -186,8 +186,7 @@ class PrefixStore:
                 raise ValueError("holds other tokens or tensors")
             return tensors
 
-        found: dict[str, torch.Tensor] | None = self._read(path, checked)
-        return found
+        return self._read(path, checked)
 
     def put_page(
         self, names: Sequence[str], facts: ModelFacts, tokens: Sequence[int], page: Mapping[str, torch.Tensor]

@@ -59,7 +59,8 @@ class PackableChecks:
         """Check vectors `[..., D]` for NaN, infinity and norms that 16 bits cannot hold."""
         good = longest(x) <= LONGEST  # NaN fails the comparison too
         if good.device.type == "cpu":
-            self._raise_unless(good, side)
+            if not good:
+                raise not_packable_error(side, self.layer)
             return
         on_host = torch.empty_like(good, device="cpu", pin_memory=True)
         on_host.copy_(good, non_blocking=True)
@@ -71,11 +72,8 @@ class PackableChecks:
         """Raise for failed checks whose results have arrived, without waiting for the others."""
         while self._under_way and self._under_way[0][2].query():
             side, good, _ = self._under_way.pop(0)
-            self._raise_unless(good, side)
-
-    def _raise_unless(self, good: torch.Tensor, side: Side) -> None:
-        if not good:
-            raise not_packable_error(side, self.layer)
+            if not good:
+                raise not_packable_error(side, self.layer)
 
 
 def check_states(

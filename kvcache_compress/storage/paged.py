@@ -13,7 +13,6 @@ import torch
 
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.device import on_device
-from kvcache_compress.codecs.layout import Field
 from kvcache_compress.codecs.mask import AttentionCall
 
 from .adaptive.eras import Era
@@ -315,9 +314,10 @@ class PagedStorage:
     def _request_view(self, side: Side, request: Request, sinks: int, packed: int, tail: torch.Tensor) -> View:
         """View of a request's tokens, with a copy of its pages."""
         blocks = torch.tensor(request.blocks[: -(-packed // self.page)], dtype=torch.int64, device=tail.device)
-        fields = tuple(_gathered(x, blocks, f, packed) for x, f in zip(
-            self.pools[side], self.codecs[side].fields, strict=True
-        ))  # fmt: skip
+        fields = tuple(
+            pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)[None, :, : packed // stored.tokens]
+            for pool, stored in zip(self.pools[side], self.codecs[side].fields, strict=True)
+        )
         dense = self.sinks[side][request.slot, :, :sinks][None]
         return self._view(side, dense, fields, packed, tail, self._track(side))
 
@@ -365,9 +365,3 @@ class PagedStep:
             rows = slice(part.first, part.first + part.count)
             out[:, rows] = attend_to_views(query[:, :, rows], keys, values, mask)
         return out
-
-
-def _gathered(pool: torch.Tensor, blocks: torch.Tensor, stored: Field, packed: int) -> torch.Tensor:
-    """Copy a field of the first `packed` tokens in these blocks of a pool: `[1, H, packed / field.tokens, ...]`."""
-    found = pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
-    return found[None, :, : packed // stored.tokens]

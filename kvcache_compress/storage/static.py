@@ -55,11 +55,8 @@ class StaticStorage:
     @staticmethod
     def is_loadable(dynamic: DynamicStorage) -> bool:
         """True if codecs have their statistics and the tail fits; the tail always fits after a step."""
-        windows = dynamic.windows
-        return (
-            windows.capacity is not None
-            and dynamic.sides["keys"].tail.tokens <= windows.tail_capacity
-            and all(state.prepared or not state.codec.least_tokens() for state in dynamic.sides.values())
+        return dynamic.sides["keys"].tail.tokens <= dynamic.windows.tail_capacity and all(
+            state.prepared or not state.codec.least_tokens() for state in dynamic.sides.values()
         )
 
     def fits(self, dynamic: DynamicStorage) -> bool:

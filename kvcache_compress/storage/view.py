@@ -183,7 +183,7 @@ class View:
             if padding is not None:
                 mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
             if not (path.takes_token_masks and self.packed):
-                return slots.mask(mask, count)
+                return mask.reordered(*slots.tokens(), count, slots.length)
             if mask.tensor is None or mask.is_by_query:
                 return mask
             return Mask(mask.spelled_out(count, slots.capacity, device, slots.length))

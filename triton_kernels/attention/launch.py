@@ -94,14 +94,9 @@ def attend(
 
 
 def attend_inputs(
-    query: torch.Tensor,
-    keys: View,
-    values: View,
-    mask: torch.Tensor | None,
-    packed: torch.Tensor,
-    split_tokens: int,
+    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, packed: torch.Tensor, split_tokens: int,
     ring: int = 0,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[dict[str, Any], int]:  # fmt: skip
     """Arguments of `attend_kernel` that change from step to step, and the kind of the mask.
 
     `packed` are rows with numbers of tokens, whose tails have `ring` slots, or the keys' eras, or any tensor if there
@@ -131,17 +126,9 @@ def attend_inputs(
 
 
 def attention_calls(
-    call: AttentionCall,
-    query: torch.Tensor,
-    k_side: KernelSide,
-    keys: View,
-    values: View,
-    inputs: dict[str, Any],
-    mask_kind: int,
-    sizes: Sizes,
-    out: torch.Tensor,
-    page: int = 0,
-) -> list[KernelCall]:
+    call: AttentionCall, query: torch.Tensor, k_side: KernelSide, keys: View, values: View, inputs: dict[str, Any],
+    mask_kind: int, sizes: Sizes, out: torch.Tensor, page: int = 0,
+) -> list[KernelCall]:  # fmt: skip
     """Launches of a call: map of the queries, attention, merge.
 
     `query` is the call's, contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`.

@@ -127,8 +127,9 @@ class KernelSide:
         fours = self.fours if self.fours and is_fast(dtype) else (False,) * len(self.widths)
         if is_fast(dtype) and self.words is not None:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
+        bias = self.matrix is not None and self.matrix.shape[-1] > sum(self.widths)
         return tables, SideForm(
-            self.meta, self.widths, fours, words, places, dim, self.bias, rope, self.group, self.eras is not None
+            self.meta, self.widths, fours, words, places, dim, bias, rope, self.group, self.eras is not None
         )
 
     def ready(self, dtype: torch.dtype, side: Side) -> None:
@@ -136,11 +137,6 @@ class KernelSide:
         self.operands(dtype, 0, 0)
         if side == "keys" and self.matrix is not None:
             self.query_bound  # noqa: B018 - cached
-
-    @property
-    def bias(self) -> bool:
-        """True if the last column of the matrix is a term added to all scores of a query."""
-        return self.matrix is not None and self.matrix.shape[-1] > sum(self.widths)
 
     @cached_property
     def query_bound(self) -> torch.Tensor:

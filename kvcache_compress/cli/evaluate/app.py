@@ -1,9 +1,7 @@
 """The commands of `kvcache-compress eval`: one per benchmark, `compare` and `replay`."""
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,14 +14,6 @@ from ..console import errors_as_lines
 from .benchmarks import benchmark_command, show
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks and studies of compressed caches.")
-
-
-def _add_command(name: str, run: Callable[..., None]) -> None:
-    @app.command(name)
-    @functools.wraps(run)
-    def command(**values: Any) -> None:
-        with errors_as_lines():
-            run(**values)
 
 
 def compare(
@@ -63,6 +53,6 @@ def replay(
 
 
 for _benchmark in BENCHMARKS:
-    _add_command(_benchmark.kind, benchmark_command(_benchmark))
+    app.command(_benchmark.kind)(errors_as_lines()(benchmark_command(_benchmark)))
 for _run in (compare, replay):
-    _add_command(_run.__name__, _run)
+    app.command(_run.__name__)(errors_as_lines()(_run))

@@ -16,11 +16,10 @@ from rich.table import Table
 from kvcache_compress.eval.caches.caches import full_cache
 from kvcache_compress.eval.caches.peers import PEERS
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.eval.reporting.tables import difference
 from kvcache_compress.eval.runner.load import load
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.runner.table import Cell, ResultTable
+from kvcache_compress.eval.runner.table import Cell, ResultTable, difference
 from kvcache_compress.eval.tasks import make_benchmark
 from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.modeling.loading import SMOLLM2

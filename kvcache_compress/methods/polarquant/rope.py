@@ -86,10 +86,7 @@ class PolarQuantRopeCodec(LinearCodec):
             )
         check_head_dim(cls.name, head_dim, 2 * CODES_PER_WORD, 2 * CODES_PER_WORD)
         pairs = head_dim // 2
-        fields = (
-            *code_fields(options.angle_bits, pairs, "angle_"),
-            *code_fields(options.radius_bits, pairs, "radius_"),
-        )
+        fields = code_fields(options.angle_bits, pairs, "angle_") + code_fields(options.radius_bits, pairs, "radius_")
         if options.radius_scale == "group":
             fields += (Field("scale", torch.float16, (pairs,), options.group_size),)
         return (*fields, Field("match", torch.float16)) if options.scalar == "match" else fields

@@ -151,21 +151,13 @@ class TurboQuantCodec(ComponentCodec):
 
     def _set_basis(self, order: torch.Tensor | None) -> None:
         """Build the basis; `order` `[H, head_dim]` has each head's channels, outliers first; None for one set."""
-        rows = []
-        at = 0
-        for (width, _), rotation in zip(self.sets, self._rotations, strict=True):
-            if order is None:
-                rows.append(rotation.unsqueeze(0))
-            else:
-                rows.append(spread(rotation, order[:, at : at + width], self.context.head_dim))
-            at += width
-        self.basis = torch.cat(
-            [
-                self._sketches[c.channel_set] @ rows[c.channel_set] if c.sketch else rows[c.channel_set]
-                for c in self.components
-            ],
-            dim=1,
-        )
+        if order is None:
+            rows = [rotation.unsqueeze(0) for rotation in self._rotations]
+        else:
+            channels = order.split([width for width, _ in self.sets], -1)
+            rows = [spread(*pair, self.context.head_dim) for pair in zip(self._rotations, channels, strict=True)]
+        parts = ((c, rows[c.channel_set]) for c in self.components)
+        self.basis = torch.cat([self._sketches[c.channel_set] @ x if c.sketch else x for c, x in parts], 1)
         kept = {c.channel_set: self.basis[:, c.rows] for c in self.components if not c.sketch}
         self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
         if order is None:
@@ -207,8 +199,7 @@ class TurboQuantCodec(ComponentCodec):
 
     def _quantized(self, component: Component, z: torch.Tensor, norm: torch.Tensor, scalar: Scalar) -> Fields:
         name, function = ("quantize_trellis", trellis.quantize) if component.trellis else ("quantize_levels", quantize)
-        found: Fields = getattr(self.native, name, function)(z, norm, component.levels, component.bits, scalar)
-        return found
+        return getattr(self.native, name, function)(z, norm, component.levels, component.bits, scalar)
 
     @cached_property
     def kernel_encoder(self) -> Any:

@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
@@ -163,10 +162,9 @@ class Plan:
 
     def storages(self, memory: torch.Tensor) -> dict[int, PagedStorage]:
         """Storages of all layers over the blocks in `memory`, uint8 `[blocks, block_bytes]`."""
-        tracks: dict[int, Any] = {}
-        return {index: self._storage(index, memory, tracks) for index in self.codecs.layers}
+        return {index: self._storage(index, memory) for index in self.codecs.layers}
 
-    def _storage(self, index: int, memory: torch.Tensor, tracks: dict[int, Any]) -> PagedStorage:
+    def _storage(self, index: int, memory: torch.Tensor) -> PagedStorage:
         layer, windows = self.codecs.layers[index], self.windows
         pools, sinks, tails = {}, {}, {}
         for side, codec in layer.codecs.items():
@@ -182,11 +180,9 @@ class Plan:
             sinks[side] = torch.zeros(shape, dtype=self.dtype, device=self.device)
             shape = (self.slots, layer.heads, windows.recent + windows.flush, codec.context.head_dim)
             tails[side] = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        track = layer.track
-        if track is not None and id(track) not in tracks:
+        if (track := layer.track) is not None:
             most = min(self.config.max_position_embeddings, len(memory) * self.page + windows.sinks + windows.flush)
             if most > track.tokens:
                 like = torch.empty(1, 1, most - track.tokens, 1, device=self.device)
                 track.extend(track.tokens, like)
-            tracks[id(track)] = track
         return PagedStorage(layer.codecs, pools, sinks, tails, windows, self.page, layer.backend, track, self.fused)

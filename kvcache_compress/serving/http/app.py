@@ -247,36 +247,30 @@ class Server:
         batching = ContinuousBatchingConfig(max_requests_per_batch=max_requests, per_request_processors=True)
         self._requests = Requests(batching, metrics, most_tokens or sys.maxsize, verifier)
         try:
-            self._start(model, tokenizer, name, key, kinds, metrics)
+            self._requests.start(model)
+            state = GenerationState(continuous_batching=True)
+            models = ModelManager(device=str(model.device), continuous_batching=True, model_timeout=-1)
+            models.force_model, model_id = name, models.process_model_name(name)
+            models.loaded_models[model_id] = TimedModel(model, -1, tokenizer)
+            state._cb_manager, state._cb_model_id = self._requests, model_id
+            chat, completion, response = (kind(models, state) for kind in kinds)
+            app = build_server(
+                model_manager=models, chat_handler=chat, completion_handler=completion, response_handler=response,
+                transcription_handler=None, systemone_handler=None, generation_state=state,
+            )  # fmt: skip
+            answer_errors(app)
+            app.add_exception_handler(CBWorkerDeadError, lambda request, error: refusal(503, str(error)))
+
+            @app.get("/metrics")
+            def exposed() -> Response:
+                return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+            self.app = Guard(app, metrics, key, LEAST_BODY + BYTES_PER_TOKEN * self._requests.most_tokens)
         except BaseException:
             self.stop()
             raise
         if verifier is not None:
             verifier.start()
-
-    def _start(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, key: str | None,
-        kinds: Sequence[Any], metrics: Metrics,
-    ) -> None:  # fmt: skip
-        self._requests.start(model)
-        state = GenerationState(continuous_batching=True)
-        models = ModelManager(device=str(model.device), continuous_batching=True, model_timeout=-1)
-        models.force_model, model_id = name, models.process_model_name(name)
-        models.loaded_models[model_id] = TimedModel(model, -1, tokenizer)
-        state._cb_manager, state._cb_model_id = self._requests, model_id
-        chat, completion, response = (kind(models, state) for kind in kinds)
-        app = build_server(
-            model_manager=models, chat_handler=chat, completion_handler=completion, response_handler=response,
-            transcription_handler=None, systemone_handler=None, generation_state=state,
-        )  # fmt: skip
-        answer_errors(app)
-        app.add_exception_handler(CBWorkerDeadError, lambda request, error: refusal(503, str(error)))
-
-        @app.get("/metrics")
-        def exposed() -> Response:
-            return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-        self.app = Guard(app, metrics, key, LEAST_BODY + BYTES_PER_TOKEN * self._requests.most_tokens)
 
     @property
     def alive(self) -> bool:

@@ -82,8 +82,7 @@ class Replica:
         self.server = make()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        app: ASGIApp = self.server.app
-        return app
+        return self.server.app
 
     def check_health(self) -> None:
         """Raise `RuntimeError` if the engine's thread has died; Ray then starts the replica anew."""

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_compress.codecs.mask import Mask
-
 
 def slot_rows(batch: int, sinks: int, length: int, packed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """`Slots.rows` of a layer of `length` tokens."""
@@ -44,10 +42,6 @@ class Slots:
         first, packed = (torch.arange(count, device=device) for count in (self.sinks, self.packed_capacity))
         holds = torch.cat([first < length, packed < filled, tail >= filled])
         return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
-
-    def mask(self, mask: Mask, count: int) -> Mask:
-        """Convert a mask over tokens to one over slots; its `count` queries are the last tokens."""
-        return mask.reordered(*self.tokens(), count, self.length)
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
         """Reorder slots `[B, H, slots, D]` by token: `[B, H, capacity, D]`, zero where there is no token."""

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from pareto import plot_pareto
 from support.comparison_cells import cell, comparison
+from tables import table_of
 
 from kvcache_compress.cli.evaluate.benchmarks import show
-from kvcache_compress.eval.reporting.tables import difference, table_of
+from kvcache_compress.eval.runner.table import difference
 
 
 def test_rows() -> None:

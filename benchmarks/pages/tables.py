@@ -1,9 +1,7 @@
 """The table of a comparison of one model: a row for each cache."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import NamedTuple
 
 from kvcache_compress.eval.runner.table import Cell
@@ -65,14 +63,6 @@ def family(cell: Cell) -> str:
     peer = config.get("backend") if config.get("class") == "QuantizedCache" else None
     name: str = method or peer or cell.cache["name"].partition("@")[0].partition("-")[0]
     return name
-
-
-def difference(cell: Cell, base: Cell, score: str, digits: int) -> str:
-    """Mean difference of a record's score from another cache's on the same samples, with its standard error."""
-    before = {record["id"]: record[score] for record in base.records}
-    changes = [record[score] - before[record["id"]] for record in cell.records]
-    error = f" ± {stdev(changes) / math.sqrt(len(changes)):.{digits}f}" if len(changes) > 1 else ""
-    return f"{fmean(changes):+.{digits}f}{error}"
 
 
 def bits_text(bits: float | None) -> str:
