@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -37,7 +37,7 @@ def main(
     tokens: Annotated[list[int], typer.Option(help="Lengths of the prompt.")] = [4096, 8000],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Steps per cache; new tokens are packed once in 32.")] = 32,
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Dtype of the model.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the model.")] = "float32",
     layer: Annotated[bool, typer.Option(help="Measure one layer of Llama-3.1-8B's shape instead of SmolLM2.")] = False,
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "cpu.json",
 ) -> None:

@@ -36,7 +36,7 @@ from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks" / "pages")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks" / "pages")]
 
 from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found by the line above
 from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
