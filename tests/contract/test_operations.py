@@ -14,7 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.oracle import CONFIGS, FLIPPED, KINDS, TOLERANCE, assert_close_but_for_flips, examples, few, label
+from support.oracle import (
+    CONFIGS,
+    FLIPPED,
+    FLIPPED_SHARE,
+    KINDS,
+    TOLERANCE,
+    assert_close_but_for_flips,
+    examples,
+    few,
+    label,
+)
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
@@ -99,7 +109,8 @@ def check(case: Any, ids: torch.Tensor, steps: tuple[Any, ...], padding: int = 0
         assert int(layer.get_seq_length()) == tokens
         assert getattr(layer, "packed_tokens", 0) == getattr(twin, "packed", 0)
         for ours, theirs in ((layer.keys, twin.keys), (layer.values, twin.values)):
-            assert not tokens or (ours[:, :, :tokens] - theirs).square().mean().sqrt() <= FLIPPED
+            change = (ours[:, :, :tokens] - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+            assert not tokens or (change.max() <= FLIPPED and (change > 0.01).float().mean() <= FLIPPED_SHARE)
     assert cache.packed_tokens > 0
     return cache
 
