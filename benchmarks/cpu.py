@@ -1,7 +1,7 @@
 """Time compressed caches on this CPU. Nothing else should run meanwhile.
 
     python benchmarks/cpu.py    # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
-    python benchmarks/cpu.py --layer --output layer.json    # of one layer of Llama-3.1-8B's shape
+    python benchmarks/cpu.py --layer    # of one layer of Llama-3.1-8B's shape; writes cpu_layer.json there
 
 Compared caches are interleaved.
 """
@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from gpu import random_llama
+from transformers import Cache, PreTrainedModel
 
 from kvcache_compress import enable_fused_attention
+from kvcache_compress.bench.layers import SHAPES
 from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.provenance.results import error_message, write_json
@@ -39,28 +41,21 @@ def main(
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the model.")] = "float32",
     layer: Annotated[bool, typer.Option(help="Measure one layer of Llama-3.1-8B's shape instead of SmolLM2.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS / "cpu.json",
+    output: Annotated[Path | None, typer.Option(help="JSON file, instead of the committed one.")] = None,
 ) -> None:
     """Time steps and prompts of SmolLM2, or of one layer of a larger model."""
-    model = llama_layer(dtype) if layer else load("smollm2-135m", dtype, "cpu")[0]
+    if layer:
+        model = random_llama(SHAPES["llama-3.1-8b"], 1, 4096, 14336, 2048, getattr(torch, dtype), CPU)
+    else:
+        model, _ = load("smollm2-135m", dtype, "cpu")
     rows = []
     for count in tokens:
         ids = torch.randint(1000, model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         for row in measure_steps(model, [resolve_cache(name) for name in cache], ids, steps, prefills):
             rows.append(row)
             show(row)
-    name = "one layer of Llama-3.1-8B's shape" if layer else "SmolLM2-135M"
-    write_json(output, {"model": f"{name}, {dtype}", "steps": steps, "rows": rows}, CPU)
-
-
-def llama_layer(dtype: str) -> PreTrainedModel:
-    """A model of one layer of Llama-3.1-8B's shape, with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=2048, max_position_embeddings=1 << 17,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    name, file = ("one layer of Llama-3.1-8B's shape", "cpu_layer") if layer else ("SmolLM2-135M", "cpu")
+    write_json(output or RESULTS / f"{file}.json", {"model": f"{name}, {dtype}", "steps": steps, "rows": rows}, CPU)
 
 
 @torch.inference_mode()

@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     Attributes:
         main, others: batches and lengths of decode rows.
         encoded: tokens of a prompt that is encoded.
-        model: layers, hidden size and intermediate size.
+        model: layers, hidden size, intermediate size and vocabulary.
         model_sizes: batches and lengths of the model.
         steps: decode steps of a timed model.
         repeats: timed calls; the result is their median.
@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
     main: tuple[tuple[int, int], ...]
     others: tuple[tuple[int, int], ...]
     encoded: int
-    model: tuple[int, int, int]
+    model: tuple[int, int, int, int]
     model_sizes: tuple[tuple[int, int], ...]
     steps: int
     repeats: int
@@ -90,10 +90,10 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes(
     SHAPES, ((8, 32_768), (32, 32_768), (1, 131_072), (1, 8_192)),
-    ((8, 8_192), (32, 8_192), (1, 32_768), (8, 131_072), (32, 131_072)), 32_768, (32, 4096, 14336),
+    ((8, 8_192), (32, 8_192), (1, 32_768), (8, 131_072), (32, 131_072)), 32_768, (32, 4096, 14336, 128_256),
     ((1, 32_768), (8, 32_768), (1, 8_192), (8, 8_192), (1, 131_072)), 40, 20,
 )  # fmt: skip
-SMALL_SIZES = Sizes({"small": Shape(2, 1, 32)}, ((1, 64),), (), 64, (2, 64, 64), ((1, 128),), 5, 1)
+SMALL_SIZES = Sizes({"small": Shape(2, 1, 32)}, ((1, 64),), (), 64, (2, 64, 64, 1024), ((1, 128),), 5, 1)
 
 
 def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> list[Job]:
@@ -147,7 +147,7 @@ def time_model(job: Job, sizes: Sizes, device: torch.device) -> dict[str, float]
     """
     on_gpu, shape = device.type == "cuda", sizes.shapes[job.shape]
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    model = random_llama(shape, *sizes.model, device)
+    model = random_llama(shape, *sizes.model, DTYPE, device)
     capacity = job.tokens + WARM_UP_STEPS + sizes.steps + 1 if job.variant == "graph" else None
     cache: Cache
     if job.cache != "full":
@@ -176,15 +176,17 @@ def time_model(job: Job, sizes: Sizes, device: torch.device) -> dict[str, float]
     return figures | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if on_gpu else {})
 
 
-def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, device: torch.device) -> PreTrainedModel:
-    """Bfloat16 Llama of these sizes with random weights, which take the same time as trained ones."""
+def random_llama(
+    shape: Shape, layers: int, hidden: int, intermediate: int, vocab: int, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Llama of these sizes with random weights, which take the same time as trained ones."""
     config = LlamaConfig(
-        vocab_size=128_256 if hidden > 1024 else 1024, hidden_size=hidden, intermediate_size=intermediate,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
         num_hidden_layers=layers, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim, max_position_embeddings=1 << 20,
     )  # fmt: skip
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def decode_step(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, position: int) -> Callable[[], torch.Tensor]:

@@ -78,7 +78,9 @@ class CompressedCache(Cache, ModelListener):
             layer_rope = rope if rope and layer_has_rope(self.decoder_config, index) else None
             track = None
             if layer_rope is not None and (groups := plan.rope_groups(2 * layer_rope.pairs)) is not None:
-                track = tracks.setdefault(groups, RopeTrack(self.decoder_config, layer_rope, *groups))
+                if groups not in tracks:
+                    tracks[groups] = RopeTrack(self.decoder_config, layer_rope, *groups)
+                track = tracks[groups]
             kind: Callable[..., CompressedLayer] = CompressedLayer
             if self.compression.max_cache_len is None and isinstance(
                 layers[index], LinearAttentionAndFullAttentionLayer

@@ -109,7 +109,7 @@ def test_the_most_important_rows_come_first() -> None:
 
 
 def test_steps_advance_as_the_models_own_do() -> None:
-    model = gpu.random_llama(TINY, 2, 64, 64, CPU)
+    model = gpu.random_llama(TINY, 2, 64, 64, 1024, torch.bfloat16, CPU)
     prompt, found = torch.randint(1000, (2, 40)), []
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
         with torch.inference_mode():
