@@ -1,7 +1,7 @@
 """Time compressed caches on this CPU. Nothing else should run meanwhile.
 
-    python benchmarks/cpu.py    # steps and prompts of SmolLM2, ten minutes; writes benchmarks/results/cpu.json
-    python benchmarks/cpu.py --layer    # of one layer of Llama-3.1-8B's shape; writes cpu_layer.json there
+    python benchmarks/cpu.py            # steps and prompts of SmolLM2, ten minutes
+    python benchmarks/cpu.py --layer    # of one layer of Llama-3.1-8B's shape
 
 Compared caches are interleaved.
 """
@@ -25,7 +25,6 @@ from kvcache_compress.eval.provenance.results import error_message, write_json
 from kvcache_compress.eval.runner.load import load
 from kvcache_compress.modeling.decoder import cache_argument
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CPU = torch.device("cpu")
 CACHES = ("full", "turboquant-4bit", "best-4bit", "best-3bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
 
@@ -41,7 +40,7 @@ def main(
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the model.")] = "float32",
     layer: Annotated[bool, typer.Option(help="Measure one layer of Llama-3.1-8B's shape instead of SmolLM2.")] = False,
-    output: Annotated[Path | None, typer.Option(help="JSON file, instead of the committed one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
 ) -> None:
     """Time steps and prompts of SmolLM2, or of one layer of a larger model."""
     if layer:
@@ -54,8 +53,9 @@ def main(
         for row in measure_steps(model, [resolve_cache(name) for name in cache], ids, steps, prefills):
             rows.append(row)
             show(row)
-    name, file = ("one layer of Llama-3.1-8B's shape", "cpu_layer") if layer else ("SmolLM2-135M", "cpu")
-    write_json(output or RESULTS / f"{file}.json", {"model": f"{name}, {dtype}", "steps": steps, "rows": rows}, CPU)
+    if output is not None:
+        name = "one layer of Llama-3.1-8B's shape" if layer else "SmolLM2-135M"
+        write_json(output, {"model": f"{name}, {dtype}", "steps": steps, "rows": rows}, CPU)
 
 
 @torch.inference_mode()
