@@ -66,11 +66,17 @@ class TritonBackend(TorchBackend):
                 state.codec.kernel_side.ready(state.sinks.dtype, side)
                 state.codec.kernel_encoder  # noqa: B018 - cached
 
-    def step(self, storage: StaticStorage, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+    def step(
+        self,
+        storage: StaticStorage,
+        fresh: Mapping[Side, torch.Tensor],
+        counter: torch.Tensor | None,
+        rope: Rope | None,
+    ) -> None:
         """Run a static step in one kernel; PyTorch packs the sides whose codec has no kernel encoder."""
         with on_device(storage.counts):
             storage.pack(*(side for side, codec in storage.codecs.items() if codec.kernel_encoder is None))
-            self._kernels.step.step(storage, fresh, storage.counts, storage.faults, counter)
+            self._kernels.step.step(storage, fresh, storage.counts, storage.faults, counter, rope)
 
     def step_pages(self, storage: PagedStorage, step: Step, fresh: Mapping[Side, torch.Tensor]) -> None:
         """Store decode steps' tokens in one kernel; PyTorch packs the sides whose codec has no kernel encoder."""

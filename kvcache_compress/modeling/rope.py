@@ -61,6 +61,10 @@ class RopeLayout:
         """True if all real parts already come first, as in most models, so that no channel moves."""
         return self.order == tuple(range(len(self.order)))
 
+    def columns_on(self, device: torch.device) -> torch.Tensor:
+        """`columns` as int64 indices on the device."""
+        return _index(self.columns, device)
+
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`; views of `x` where no channel moves."""
         ordered = x if self._in_order else x[..., _index(self.order, x.device)]
@@ -75,7 +79,7 @@ class RopeLayout:
     def factors(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rope:
         """Select the factors of each rotary pair from the model's own `(cos, sin)`, each `[B, T, C]`."""
         cos, sin = position_embeddings
-        columns = _index(self.columns, cos.device)
+        columns = self.columns_on(cos.device)
         return cos[..., columns], sin[..., columns]
 
     def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:

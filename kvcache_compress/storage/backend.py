@@ -72,10 +72,12 @@ class Backend(AttentionPath):
             with on_device(state.sinks):
                 state.codec.ready()
 
-    def step(self, storage: Any, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+    def step(
+        self, storage: Any, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None, rope: Rope | None
+    ) -> None:
         """Run one step of a `StaticStorage`, as its own `step` does."""
         with on_device(storage.counts):
-            storage.step(fresh, counter)
+            storage.step(fresh, counter, rope)
 
     def step_pages(self, storage: Any, step: Any, fresh: Mapping[Side, torch.Tensor]) -> None:
         """Store the tokens of a `Step`'s decode steps, as `PagedStorage.step` does."""

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 import torch
 
 from kvcache_compress.codecs.base import Codec, Fields, Side
+from kvcache_compress.modeling.rope import Rope
 
 from .checks import LONGEST, full_error, longest, not_packable_error
 from .dynamic import DynamicStorage
+from .shared.rope_track import RopeTrack
 from .shared.slots import Slots, slot_rows
 from .side import MAX_DECODE_TOKENS, SideState
 from .view import View
@@ -98,10 +100,14 @@ class StaticStorage:
         return self.counts[:, 0]
 
     @property
+    def track(self) -> RopeTrack | None:
+        """cos and sin of the packed groups, if a codec needs them."""
+        return self._carrier.track
+
+    @property
     def rope_rows(self) -> torch.Tensor | None:
-        """cos and sin of each packed group's first token, `[B, capacity, 2 * rotary]`; None if the codec needs none."""
-        track = self._carrier.sides["keys"].track
-        return None if track is None else track.buffer
+        """Those of each group's first token, `[B, capacity, 2 * rotary]`."""
+        return None if self.track is None else self.track.buffer
 
     @property
     def sides(self) -> dict[Side, SideState]:
@@ -148,28 +154,30 @@ class StaticStorage:
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[View, View]:
         """Append a step's tokens, as `DynamicStorage.append` does, and return views of all slots."""
-        carrier = self._carrier
         fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        padding = self._rows if self._lacking > 0 else None
-        if carrier.track is not None or padding is not None:
-            length = self.rows[0, 1:].sum()
-        if carrier.track is not None:
-            positions = torch.arange(keys.shape[2], device=keys.device) + length
-            carrier.track.write(positions, keys, already_written=not carrier.leads_track)
+        padding, track, rope = self._rows if self._lacking > 0 else None, self.track, None
+        if track is not None and self._carrier.leads_track:
+            rope = track.of_step(self.rows[0, 1:], keys)
+        elif track is not None:
+            track.take()
         if padding is not None:
             self._lacking -= keys.shape[2]
+            length = self.rows[0, 1:].sum()
             for side, x in fresh.items():  # padding held as sinks makes room for the new tokens that belong there
                 sinks, fresh[side] = padding.exchange_new(self.sinks[side], x, length, self.windows.sinks)
                 self.sinks[side].copy_(sinks)
-        self.backend.step(self, fresh, counter)
+        self.backend.step(self, fresh, counter, rope)
         return self.views()
 
-    def step(self, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None) -> None:
+    def step(self, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None, rope: Rope | None) -> None:
         """Pack what leaves the recent window, then write n tokens `[B, H, n, D]`, with PyTorch's operators.
 
         All shapes depend only on n, and nothing is read back. `counter`, int64 `[]`, receives the number of tokens.
+        `rope` is as `RopeTrack.of_step` returns it in the layer that writes the track, else None.
         """
         windows, count = self.windows, fresh["keys"].shape[2]
+        if rope is not None and self.track is not None:
+            self.track.write(torch.arange(count, device=self.counts.device) + self.rows[0, 1:].sum(), rope)
         good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
         is_full = self.rows[0, 1:].sum() + count > self.capacity
         self.faults.copy_(torch.maximum(self.faults, torch.where(is_full, FULL, torch.where(good, 0, NOT_FINITE))))

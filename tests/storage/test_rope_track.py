@@ -35,8 +35,7 @@ def test_static_rows(first: int, stride: int) -> None:
     track.make_static(capacity, states)
     for start in range(0, 300, 16):
         count = min(16, 300 - start)
-        track.inputs = embeddings(start, count)
-        track.write(torch.arange(start, start + count), states)
+        track.write(torch.arange(start, start + count), embeddings(start, count))
         rows = min(-(-max(0, start + count - first) // stride), capacity // stride)
         assert torch.equal(track.buffer[:, :rows], expected(first, stride, rows))
         assert not track.buffer[:, rows:-1].any()

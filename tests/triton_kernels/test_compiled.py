@@ -22,6 +22,7 @@ CASES = {
         f"{PLAN}steps_of_one_kind_repeat_the_first",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-growing]",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-static]",
+        f"{PLAN}decoding_repeats_all_launches[turned-static]",
         *(f"{ATTENTION}[{name}-128-float16]" for name in FAST_PATH),
         *(f"{ATTENTION}[{name}-bfloat16]" for name in ("polar-paper", "polarquant-rope", "qjl", "spectral-2.5")),
         f"{ATTENTION}[commvq-bfloat16]",

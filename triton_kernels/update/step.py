@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.base import Side
+from kvcache_compress.modeling.rope import Rope
 from kvcache_compress.storage.checks import LONGEST
 from kvcache_compress.storage.paged import PagedStorage
 from kvcache_compress.storage.static import StaticStorage
@@ -62,6 +63,14 @@ class StepForm(NamedTuple):
     flush: int
     longest: float
     page: int
+
+
+class StepRope(NamedTuple):
+    """Constants of the cos and sin that a layer keeps: pairs, as a power of two, and tokens with the same ones."""
+
+    rotary: int
+    padded: int
+    stride: int
 
 
 class Counts(NamedTuple):
@@ -119,22 +128,35 @@ def _step_side(
     tl.store(p_fault, fault.to(tl.int64), mask=fault > 0)
 
 
+@triton.jit
+def _keep_rope(p_cos, p_sin, p_columns, p_rope, s_t, start, rows, STEP: tl.constexpr, ROPE: tl.constexpr):
+    """Write cos and sin of the step's tokens that begin a group; the first of them is token `start` after the sinks."""
+    o_token, o_p = start + tl.arange(0, STEP.padded), tl.arange(0, ROPE.padded)[None, :]
+    o_row, m_p = o_token // ROPE.stride, o_p < ROPE.rotary
+    m_row = (tl.arange(0, STEP.padded) < STEP.count) & (o_token >= 0) & (o_token % ROPE.stride == 0) & (o_row < rows)
+    o_x = tl.arange(0, STEP.padded)[:, None] * s_t + tl.load(p_columns + o_p, mask=m_p, other=0)
+    p_row, m_x = p_rope + o_row[:, None] * (2 * ROPE.rotary) + o_p, m_row[:, None] & m_p
+    tl.store(p_row, tl.load(p_cos + o_x, mask=m_x).to(p_rope.dtype.element_ty), mask=m_x)
+    tl.store(p_row + ROPE.rotary, tl.load(p_sin + o_x, mask=m_x).to(p_rope.dtype.element_ty), mask=m_x)
+
+
 @triton.jit(
-    do_not_specialize=(*_STRIDES, "s_rope", "capacity", "k_rows", "v_rows", "s_counts"),
-    do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
+    do_not_specialize=(*_STRIDES, "s_cos_b", "s_cos_t", "s_rope", "capacity", "k_rows", "v_rows", "r_rows", "s_counts"),
+    do_not_specialize_on_alignment=("p_k", "p_v", "p_cos", "p_sin", "p_total"),
 )
 def step_kernel(
-    p_k, p_v, p_rope, keys, values, k_tables, v_tables, p_counts, p_faults, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h,
-    s_v_t, s_rope, s_counts, capacity, k_rows, v_rows,
+    p_k, p_v, p_cos, p_sin, p_columns, p_rope, keys, values, k_tables, v_tables, p_counts, p_faults, p_total, s_k_b,
+    s_k_h, s_k_t, s_v_b, s_v_h, s_v_t, s_cos_b, s_cos_t, s_rope, s_counts, capacity, k_rows, v_rows, r_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr, MOVES: tl.constexpr, COUNTED: tl.constexpr,
+    ROPE: tl.constexpr, PRECISION: tl.constexpr, MOVES: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Store the tokens of a step of one head: keys in programs `(·, 0)`, values in programs `(·, 1)`.
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`; fields have `k_rows` or `v_rows` tokens per
     head. `p_counts` has a row per sequence, with stride `s_counts`: its slot, its numbers of sinks, packed and tail
     tokens, and the blocks of its pages. With `MOVES` each program has a row of its own and updates it; with `COUNTED`
-    the first program also writes the total to `p_total`. `capacity` is the most tokens of a sequence.
+    the first program also writes the total to `p_total`. `capacity` is the most tokens of a sequence. With `ROPE` a
+    sequence's first program writes cos and sin of new groups to the first `r_rows` rows of `p_rope`.
     """
     i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
     p_counts += i_b * s_counts
@@ -146,6 +168,11 @@ def step_kernel(
     p_rope += i_b * s_rope
     p_faults += 2 * tl.program_id(0) + tl.program_id(1)
     if tl.program_id(1) == 0:
+        if ROPE is not None:  # noqa: SIM102 - known as it is compiled
+            if i_h == 0:
+                start = sinks + packed + tail - STEP.sinks
+                p_cos, p_sin = p_cos + i_b * s_cos_b, p_sin + i_b * s_cos_b
+                _keep_rope(p_cos, p_sin, p_columns, p_rope, s_cos_t, start, r_rows, STEP, ROPE)
         _step_side(
             p_k, keys, k_tables, p_rope, p_faults, s_k_b, s_k_h, s_k_t, i_b, i_h, counts, capacity, k_rows,
             K, STEP, K_ENCODE, PRECISION,
@@ -173,6 +200,7 @@ def step(
     counts: torch.Tensor,
     faults: torch.Tensor,
     counter: torch.Tensor | None = None,
+    rope: Rope | None = None,
 ) -> None:
     """Store tokens `[B, H, n, D]` of a static layer, or of the decode steps of pages with n = 1.
 
@@ -182,20 +210,29 @@ def step(
         counts: `StaticStorage.counts`, or the pages' rows of `Backend.attend_to_pages` from before the step.
         faults: int64 `[B, 2 H]`, by program: becomes 1 if a vector cannot be packed, and 2 if the layer is full.
         counter: int64 `[]`, receives the number of tokens of a static layer.
+        rope: cos and sin of its new tokens, `[1 or B, n, C]`, to keep those of new groups.
     """
-    windows, rope, page = storage.windows, storage.rope_rows, storage.page
+    windows, rows, page, track = storage.windows, storage.rope_rows, storage.page, storage.track
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh.values())
     sinks, tails, fields = (list(x.values()) for x in (storage.sinks, storage.tails, storage.pools))
     k_encoder, v_encoder = (codec.kernel_encoder or UNENCODED for codec in storage.codecs.values())
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
     s_v_b, s_v_h, s_v_t, _ = values.stride()
+    cos = sin = columns = counts
+    kept, r_rows = None, 0
+    if rope is not None and track is not None and rows is not None:
+        cos, sin = (x.contiguous() for x in rope)
+        columns, r_rows = track.layout.columns_on(counts.device), rows.shape[1] - 1
+        kept = StepRope(rows.shape[2] // 2, next_power_of_2(rows.shape[2] // 2), track.stride)
     inputs = dict(
-        p_k=keys, p_v=values, keys=(sinks[0], tails[0], *fields[0]), values=(sinks[1], tails[1], *fields[1]),
+        p_k=keys, p_v=values, p_cos=cos, p_sin=sin, p_columns=columns,
+        keys=(sinks[0], tails[0], *fields[0]), values=(sinks[1], tails[1], *fields[1]),
         k_tables=k_encoder.tables, v_tables=v_encoder.tables, p_counts=counts, p_faults=faults,
         p_total=counts if counter is None else counter,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, s_counts=counts.stride(0),
+        s_cos_b=cos.stride(0) if len(cos) > 1 else 0, s_cos_t=cos.stride(1), r_rows=r_rows,
         capacity=windows.capacity or 2**31 - 1, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
-        **rope_inputs(rope, fields[0][0]),
+        **rope_inputs(rows, fields[0][0]),
     )  # fmt: skip
     strides = [tuple([x.stride(0) for x in side]) if page else () for side in fields]
 
@@ -210,14 +247,14 @@ def step(
             LONGEST, page,
         )  # fmt: skip
         return (batch * heads, 2, 1), dict(
-            K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step,
+            K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step, ROPE=kept,
             PRECISION=exact_precision(), MOVES=not page, COUNTED=counter is not None, num_warps=4,
             **launch_options(fusion=False),
         )  # fmt: skip
 
     kind = (
         keys.shape, tails[0].shape[1:], tails[1].shape[3], windows.sinks, windows.recent, windows.flush,
-        counter is None, dtypes((keys, values, *tails)), k_encoder.kind, v_encoder.kind, dtypes(fields[0], rope),
-        dtypes(fields[1]), page, *strides,
+        counter is None, dtypes((keys, values, *tails)), k_encoder.kind, v_encoder.kind, dtypes(fields[0], rows),
+        dtypes(fields[1]), page, *strides, kept, cos.dtype,
     )  # fmt: skip
     repeated(step_kernel, inputs, kind, complete, counts.device)

@@ -134,17 +134,19 @@ class RopeTrack:
                 kept = held[:, :-1]
                 self.buffer[:, : kept.shape[1]] = kept
 
-    def write(self, positions: torch.Tensor, states: torch.Tensor, already_written: bool = False) -> None:
-        """Write the cos and sin of tokens at indices `positions` `[n]` that start a group, without counting tokens.
-
-        All other tokens write to the static buffer's unused last row.
-        """
+    def of_step(self, counts: torch.Tensor, states: torch.Tensor) -> Rope:
+        """Return the model's cos and sin, `[1 or B, n, C]`, of new tokens `[B, H, n, D]` after `counts` others."""
         cos, sin = self.take()
-        if already_written:
-            return
-        if cos is None or sin is None or cos.shape[1] != len(positions):
-            cos, sin = self._by_index(positions, states)
-        factors = torch.cat(self.layout.factors((cos, sin)), -1).to(DTYPE).expand(self.buffer.shape[0], -1, -1)
+        if cos is None or sin is None or cos.shape[1] != states.shape[2]:
+            return self._by_index(torch.arange(states.shape[2], device=counts.device) + counts.sum(), states)
+        return cos, sin
+
+    def write(self, positions: torch.Tensor, inputs: Rope) -> None:
+        """Write the cos and sin `inputs` of tokens at indices `positions` `[n]` that start a group.
+
+        All other tokens write to the static buffer's unused last row. Tokens are not counted.
+        """
+        factors = torch.cat(self.layout.factors(inputs), -1).to(DTYPE).expand(self.buffer.shape[0], -1, -1)
         packed, spare = positions - self.first, self.buffer.shape[1] - 1
         begins = (packed >= 0) & (packed % self.stride == 0)
         rows = torch.where(begins, packed // self.stride, spare).clamp(max=spare)

@@ -67,13 +67,20 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
     for step, count in enumerate([16, 5, 16, 1]):
         tokens += count
         fresh, query = (torch.randn(2, heads, count, DIM, generator=generator) for heads in (HEADS, HEADS * GROUPS))
+        angles = torch.rand(2, count, DIM, generator=generator)
         mask = masks(count, tokens)[step]
         outputs = []
         for layer in layers:
+            if layer.track is not None:  # as hooks would set them
+                layer.track.inputs = angles.cos(), angles.sin()
             layer._append(fresh, 2 * fresh, counting=True)
             assert layer.cumulative_length == layer.storage.tokens == tokens
         by_operators, by_kernels = (layer.storage for layer in layers)
         assert torch.equal(by_kernels.counts, by_operators.counts)
+        if layers[0].track is not None:
+            ours, theirs = (storage.rope_rows[:, :-1] for storage in (by_kernels, by_operators))
+            assert torch.equal(ours, theirs)
+            assert ours.any()
         for side, pools in by_kernels.pools.items():
             for ours, theirs in zip(pools, by_operators.pools[side], strict=True):
                 # A product summed in another order may flip a code, and the last bit of a scale.
