@@ -104,7 +104,7 @@ def ladder(held_out: Table) -> str:
         f"{markdown_table(heads, lines, (0, -1))}\n\nSmolLM2-135M-Instruct, {short['hqq-4'].samples} prompts of 1,024 "
         f"tokens and {long['hqq-4'].samples} of 8,000, of [held-out "
         "texts](docs/results.md#held-out-texts). "
-        "16 sinks and 64 recent tokens stay dense, except in Transformers' own caches."
+        "16 sinks and 64 recent tokens stay dense, also in `kivi-4bit` here, but not in Transformers' own caches."
     )
 
 

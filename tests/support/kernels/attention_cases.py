@@ -169,9 +169,9 @@ CASES |= {
     "4-2-80-float16": fast(tq(4), tq(2), 80),
     "2-3-40-float16": fast(tq(2), tq(3), 40, **DECODE),
     "4-1-112-float16": fast(tq(4), tq(1), 112),
-    "3-2-256-float16": fast(tq(3), tq(2), 256, **DECODE),
-    "trellis-3-2-256-float16": fast(trellis(3), trellis(2), 256, **DECODE),
-    "kivi-256-float16": fast(kivi(4, 64), kivi(2), 256, **DECODE),
+    "3-2-256-float16": fast(tq(3), tq(2), 256, groups=1, **DECODE),
+    "trellis-3-2-256-float16": fast(trellis(3), trellis(2), 256, groups=16, **DECODE),
+    "kivi-256-float16": fast(kivi(4, 64), kivi(2), 256, groups=16, **DECODE),
     "rope-5-3-256-float16": fast(*FAST["rope-5-3"], 256, **DECODE),
     "many-queries-float16": fast(tq(4), tq(4), 64, groups=5, count=9),
     "finite-float16": fast(tq(4), tq(4), 64, mask="finite"),
@@ -229,8 +229,8 @@ CASES |= {
         **{
             f"{bits}-bit-{head_dim}-float16": anchored(bits, groups=groups, head_dim=head_dim, dtype=F16)
             for bits, head_dim, groups in (
-                *((0.5, 128, 4), (1, 128, 4), (2, 128, 8), (3, 128, 4), (4, 128, 4)),
-                *((1, 64, 4), (3, 64, 8), (2, 80, 8), (4, 96, 8), (2, 112, 4), (2, 256, 3)),
+                *((0.5, 128, 4), (1, 128, 1), (2, 128, 8), (3, 128, 4), (4, 128, 16)),
+                *((1, 64, 4), (3, 64, 8), (2, 80, 8), (4, 96, 8), (2, 112, 4), (2, 256, 16)),
             )
         },
     }.items()
