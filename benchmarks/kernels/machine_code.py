@@ -130,7 +130,8 @@ CASES = {
                 "turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2, "prod-2.5bit": _PROD_2_5,
                 "lloyd-max-2.5bit": _pair(_turboquant(2.5, **_LLOYD)),
                 "spectral-k3v2": _pair({"method": "spectral", "bits": 3}, _turboquant(2)),
-                "turboquant-k3v2": _pair(_turboquant(3), _turboquant(2)), "qjl-3bit": _pair({"method": "qjl"}, _FOUR["values"]),
+                "turboquant-k3v2": _pair(_turboquant(3), _turboquant(2)),
+                "qjl-3bit": _pair({"method": "qjl"}, _turboquant(4)),
             },
         }.items()
         for name, config in configs.items()

@@ -46,7 +46,7 @@ def decoder_layers(
 ) -> tuple[PreTrainedConfig, list[Any]]:
     """Return the decoder's config and its Transformers cache layers, growing or (`max_cache_len`) static."""
     from transformers import PreTrainedConfig
-    from transformers.cache_utils import DynamicCache, StaticCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
     if not isinstance(model_config, PreTrainedConfig):
         raise ValueError(f"config must be a model's config, such as model.config (got {type(model_config).__name__})")
@@ -66,6 +66,10 @@ def decoder_layers(
         )
     plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
     layers = list(plain.layers)
+    window, positions = (getattr(decoder, name, None) or 0 for name in ("sliding_window", "max_position_embeddings"))
+    if window >= positions > 0:  # such a window, as of Phi 3.5, hides nothing
+        full = DynamicLayer if max_cache_len is None else functools.partial(StaticLayer, max_cache_len)
+        layers = [full() if getattr(layer, "is_sliding", False) else layer for layer in layers]
     heads = getattr(_full_attention_config(decoder), "num_attention_heads", None)
     attends = bool(heads) and "mamba" not in decoder.model_type
     if not attends or not any(is_full_attention(layer) for layer in layers):

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, LlamaForCausa
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.modeling.decoder import head_dim_of
 from kvcache_compress.modeling.rope import layer_has_rope, rope_layout, rotary_embedding
 from kvcache_compress.storage import view
@@ -285,3 +286,13 @@ def test_a_cache_that_stays_empty_is_reported_once(caplog: pytest.LogCaptureFixt
 def test_models_that_cannot_use_the_cache_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} .*{reason}"):
         CompressedCache(AutoConfig.for_model(name), SIX_BITS)
+
+
+@pinned
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_a_window_as_wide_as_the_context_hides_nothing(capacity: int | None) -> None:
+    preset = SIX_BITS.changed(max_cache_len=capacity)
+    layers = CompressedCache(AutoConfig.for_model("phi3", sliding_window=4096), preset).layers
+    assert {type(layer) for layer in layers} == {CompressedLayer}
+    with pytest.raises(ValueError, match="phi3 has no full-attention layer to compress"):
+        CompressedCache(AutoConfig.for_model("phi3", sliding_window=4095), preset)

@@ -223,6 +223,16 @@ def test_sliding_layers_keep_their_own_pages() -> None:
     assert [one.generated_tokens for one in outputs] == expected
 
 
+def test_wide_windows_alone_are_refused() -> None:
+    """They hide nothing, but Transformers would keep them in pages of its own."""
+    model = family_cases.build("phi3", sliding_window=512, max_position_embeddings=512)
+    with (
+        compress(model, method_config("kivi"), memory="1MiB", statistics=TEXT),
+        pytest.raises(ValueError, match="phi3 has no full-attention layer to compress in continuous batching"),
+    ):
+        model.generate_batch(prompts((20,)), continuous_batching_config=batching())
+
+
 def test_what_pages_cannot_do_is_refused(model: Any) -> None:
     config = method_config("turboquant")
     for options, message in (

@@ -145,6 +145,11 @@ def _replaced(plan: Plan) -> Iterator[None]:
             return 0
 
     layers = cb_cache.group_layers_by_attn_type(plan.config)
+    if Allocator.layer_type not in layers:
+        raise ValueError(
+            f"{plan.config.model_type} has no full-attention layer to compress in continuous batching, which counts "
+            "windows of any width as sliding; use generate without it"
+        )
     if sliding := layers.get(continuous_api.SLIDING_ATTENTION):
         sizes = cb_cache.find_num_key_value_heads(plan.config), cb_cache.find_head_dim(plan.config)
         page = FullAttentionCacheAllocator.get_bytes_per_page(*sizes, plan.dtype, plan.batching.page_size)
