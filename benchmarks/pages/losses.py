@@ -54,7 +54,7 @@ def described(rows: Iterable[Row], columns: Columns, name: str, note: str) -> st
     """A table with a line for each cache, and what it was measured on."""
     lines = ([row.cache, *(text(row) for text in columns.values())] for row in rows)
     source = f"[{name}.jsonl](../benchmarks/results/{name}.jsonl)"
-    return f"{markdown_table(['cache', *columns], lines)}\n\n{note}; from {source}, which holds the commands."
+    return f"{markdown_table(['cache', *columns], lines)}\n\n{note}; from {source}."
 
 
 def perplexity(table: Table) -> str:
