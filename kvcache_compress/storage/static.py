@@ -155,11 +155,9 @@ class StaticStorage:
     ) -> tuple[View, View]:
         """Append a step's tokens, as `DynamicStorage.append` does, and return views of all slots."""
         fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        padding, track, rope = self._rows if self._lacking > 0 else None, self.track, None
-        if track is not None and self._carrier.leads_track:
-            rope = track.of_step(self.rows[0, 1:], keys)
-        elif track is not None:
-            track.take()
+        padding, rope = self._rows if self._lacking > 0 else None, None
+        if self.track is not None:
+            rope = self.track.of_step(self.rows[0, 1:], keys, already_written=not self._carrier.leads_track)
         if padding is not None:
             self._lacking -= keys.shape[2]
             length = self.rows[0, 1:].sum()

@@ -51,7 +51,8 @@ class StepForm(NamedTuple):
     """Constants of a step: heads, new tokens, padded new tokens, slots of sinks, slots of the tail.
 
     recent: tokens of the recent window; flush: tokens packed at a time; longest: largest norm of a vector; page: tokens
-    of a page, 0 without pages.
+    of a page, 0 without pages; stride, rotary, pairs: tokens of a group, and pairs whose cos and sin the step keeps for
+    new groups, also as a power of two, 0 if it keeps none.
     """
 
     heads: int
@@ -63,14 +64,9 @@ class StepForm(NamedTuple):
     flush: int
     longest: float
     page: int
-
-
-class StepRope(NamedTuple):
-    """Constants of the cos and sin that a layer keeps: pairs, as a power of two, and tokens with the same ones."""
-
-    rotary: int
-    padded: int
     stride: int
+    rotary: int
+    pairs: int
 
 
 class Counts(NamedTuple):
@@ -129,15 +125,15 @@ def _step_side(
 
 
 @triton.jit
-def _keep_rope(p_cos, p_sin, p_columns, p_rope, s_t, start, rows, STEP: tl.constexpr, ROPE: tl.constexpr):
+def _keep_rope(p_cos, p_sin, p_columns, p_rope, s_t, start, rows, STEP: tl.constexpr):
     """Write cos and sin of the step's tokens that begin a group; the first of them is token `start` after the sinks."""
-    o_token, o_p = start + tl.arange(0, STEP.padded), tl.arange(0, ROPE.padded)[None, :]
-    o_row, m_p = o_token // ROPE.stride, o_p < ROPE.rotary
-    m_row = (tl.arange(0, STEP.padded) < STEP.count) & (o_token >= 0) & (o_token % ROPE.stride == 0) & (o_row < rows)
+    o_token, o_p = start + tl.arange(0, STEP.padded), tl.arange(0, STEP.pairs)[None, :]
+    o_row, m_p = o_token // STEP.stride, o_p < STEP.rotary
+    m_row = (tl.arange(0, STEP.padded) < STEP.count) & (o_token >= 0) & (o_token % STEP.stride == 0) & (o_row < rows)
     o_x = tl.arange(0, STEP.padded)[:, None] * s_t + tl.load(p_columns + o_p, mask=m_p, other=0)
-    p_row, m_x = p_rope + o_row[:, None] * (2 * ROPE.rotary) + o_p, m_row[:, None] & m_p
+    p_row, m_x = p_rope + o_row[:, None] * (2 * STEP.rotary) + o_p, m_row[:, None] & m_p
     tl.store(p_row, tl.load(p_cos + o_x, mask=m_x).to(p_rope.dtype.element_ty), mask=m_x)
-    tl.store(p_row + ROPE.rotary, tl.load(p_sin + o_x, mask=m_x).to(p_rope.dtype.element_ty), mask=m_x)
+    tl.store(p_row + STEP.rotary, tl.load(p_sin + o_x, mask=m_x).to(p_rope.dtype.element_ty), mask=m_x)
 
 
 @triton.jit(
@@ -148,14 +144,14 @@ def step_kernel(
     p_k, p_v, p_cos, p_sin, p_columns, p_rope, keys, values, k_tables, v_tables, p_counts, p_faults, p_total, s_k_b,
     s_k_h, s_k_t, s_v_b, s_v_h, s_v_t, s_cos_b, s_cos_t, s_rope, s_counts, capacity, k_rows, v_rows, r_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
-    ROPE: tl.constexpr, PRECISION: tl.constexpr, MOVES: tl.constexpr, COUNTED: tl.constexpr,
+    PRECISION: tl.constexpr, MOVES: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Store the tokens of a step of one head: keys in programs `(·, 0)`, values in programs `(·, 1)`.
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`; fields have `k_rows` or `v_rows` tokens per
     head. `p_counts` has a row per sequence, with stride `s_counts`: its slot, its numbers of sinks, packed and tail
     tokens, and the blocks of its pages. With `MOVES` each program has a row of its own and updates it; with `COUNTED`
-    the first program also writes the total to `p_total`. `capacity` is the most tokens of a sequence. With `ROPE` a
+    the first program also writes the total to `p_total`. `capacity` is the most tokens of a sequence. A
     sequence's first program writes cos and sin of new groups to the first `r_rows` rows of `p_rope`.
     """
     i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
@@ -168,11 +164,12 @@ def step_kernel(
     p_rope += i_b * s_rope
     p_faults += 2 * tl.program_id(0) + tl.program_id(1)
     if tl.program_id(1) == 0:
-        if ROPE is not None:  # noqa: SIM102 - known as it is compiled
+        if STEP.rotary:  # noqa: SIM102 - known as it is compiled
             if i_h == 0:
                 start = sinks + packed + tail - STEP.sinks
-                p_cos, p_sin = p_cos + i_b * s_cos_b, p_sin + i_b * s_cos_b
-                _keep_rope(p_cos, p_sin, p_columns, p_rope, s_cos_t, start, r_rows, STEP, ROPE)
+                _keep_rope(
+                    p_cos + i_b * s_cos_b, p_sin + i_b * s_cos_b, p_columns, p_rope, s_cos_t, start, r_rows, STEP
+                )
         _step_side(
             p_k, keys, k_tables, p_rope, p_faults, s_k_b, s_k_h, s_k_t, i_b, i_h, counts, capacity, k_rows,
             K, STEP, K_ENCODE, PRECISION,
@@ -219,11 +216,11 @@ def step(
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
     s_v_b, s_v_h, s_v_t, _ = values.stride()
     cos = sin = columns = counts
-    kept, r_rows = None, 0
+    stride = rotary = r_rows = 0
     if rope is not None and track is not None and rows is not None:
         cos, sin = (x.contiguous() for x in rope)
-        columns, r_rows = track.layout.columns_on(counts.device), rows.shape[1] - 1
-        kept = StepRope(rows.shape[2] // 2, next_power_of_2(rows.shape[2] // 2), track.stride)
+        columns, stride, rotary = track.layout.columns_on(counts.device), track.stride, track.layout.rotary
+        r_rows = rows.shape[1] - 1
     inputs = dict(
         p_k=keys, p_v=values, p_cos=cos, p_sin=sin, p_columns=columns,
         keys=(sinks[0], tails[0], *fields[0]), values=(sinks[1], tails[1], *fields[1]),
@@ -244,10 +241,10 @@ def step(
         )
         step = StepForm(
             heads, count, next_power_of_2(count), windows.sinks, tails[0].shape[2], windows.recent, windows.flush,
-            LONGEST, page,
+            LONGEST, page, stride, rotary, next_power_of_2(rotary),
         )  # fmt: skip
         return (batch * heads, 2, 1), dict(
-            K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step, ROPE=kept,
+            K=k_side, V=v_side, K_ENCODE=k_encoder.encode, V_ENCODE=v_encoder.encode, STEP=step,
             PRECISION=exact_precision(), MOVES=not page, COUNTED=counter is not None, num_warps=4,
             **launch_options(fusion=False),
         )  # fmt: skip
@@ -255,6 +252,6 @@ def step(
     kind = (
         keys.shape, tails[0].shape[1:], tails[1].shape[3], windows.sinks, windows.recent, windows.flush,
         counter is None, dtypes((keys, values, *tails)), k_encoder.kind, v_encoder.kind, dtypes(fields[0], rows),
-        dtypes(fields[1]), page, *strides, kept, cos.dtype,
+        dtypes(fields[1]), page, *strides, stride, rotary, cos.dtype,
     )  # fmt: skip
     repeated(step_kernel, inputs, kind, complete, counts.device)

@@ -134,9 +134,11 @@ class RopeTrack:
                 kept = held[:, :-1]
                 self.buffer[:, : kept.shape[1]] = kept
 
-    def of_step(self, counts: torch.Tensor, states: torch.Tensor) -> Rope:
+    def of_step(self, counts: torch.Tensor, states: torch.Tensor, already_written: bool) -> Rope | None:
         """Return the model's cos and sin, `[1 or B, n, C]`, of new tokens `[B, H, n, D]` after `counts` others."""
         cos, sin = self.take()
+        if already_written:
+            return None
         if cos is None or sin is None or cos.shape[1] != states.shape[2]:
             return self._by_index(torch.arange(states.shape[2], device=counts.device) + counts.sum(), states)
         return cos, sin
