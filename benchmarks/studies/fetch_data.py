@@ -39,8 +39,7 @@ def longbench(path: str) -> str:
 
 def essay(path: str) -> str:
     with urllib.request.urlopen(f"{ESSAYS}/{Path(path).name}", timeout=TIMEOUT_S) as answer:
-        text: str = answer.read().decode("utf-8")
-    return text
+        return str(answer.read(), "utf-8")
 
 
 DOWNLOADS = {"wikitext-2": wikitext, "essays": essay, "longbench": longbench, "gsm8k": gsm8k}

@@ -36,19 +36,10 @@ def attend(
         mask = mask.expand(*query.shape[:3], keys.tokens)
     described = _described(keys)
     out: torch.Tensor = build.operators().attend.default(
-        query if query.stride(3) == 1 else query.contiguous(),
-        described.eras,
-        described.starts,
-        _described(values).eras[0],
-        mask,
-        None if s_aux is None else s_aux.float().contiguous(),
-        keys.packed,
-        keys.tail_tokens,
-        rows,
-        page,
-        call.scaling,
-        call.softcap or 0.0,
-    )
+        query if query.stride(3) == 1 else query.contiguous(), described.eras, described.starts,
+        _described(values).eras[0], mask, None if s_aux is None else s_aux.float().contiguous(), keys.packed,
+        keys.tail_tokens, rows, page, call.scaling, call.softcap or 0.0,
+    )  # fmt: skip
     return out.to(query.dtype)
 
 
@@ -63,8 +54,7 @@ def _described(side: View) -> _Described:
             fields = (*fields, rope_rows[:, None].expand(-1, side.sinks.shape[1], -1, -1))
         descriptions = [_description(side, fields, era.codec.cpu_side) for era in eras]
         store.described = _Described(descriptions, [era.start for era in eras], parts)
-    found: _Described = store.described
-    return found
+    return store.described
 
 
 def _description(side: View, fields: Fields, cpu_side: CPUSide) -> torch.Tensor:
@@ -72,5 +62,4 @@ def _description(side: View, fields: Fields, cpu_side: CPUSide) -> torch.Tensor:
     code_space = [empty if x is None else x for x in (cpu_side.basis, cpu_side.mean)]
     tensors = [side.sinks, side.tail_buffer, *code_space, *fields, *cpu_side.tables]
     form = FORMS.index(cpu_side.form)
-    found: torch.Tensor = build.operators().describe.default(form, cpu_side.options, len(fields), tensors)
-    return found
+    return build.operators().describe.default(form, cpu_side.options, len(fields), tensors)

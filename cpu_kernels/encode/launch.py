@@ -67,12 +67,10 @@ def attention_costs(
     """Twin of `attention_costs` in `methods/spectral/moments.py` for float32 queries `[H, R, D]`, up to rounding."""
     logits = (query * (scaling * math.log2(math.e))) @ keys.mT
     groups = -(-(keys.shape[1] - sinks) // group)
-    by_key, by_query = build.operators().attention_costs.default(logits, at, sinks, recent, group, groups)
-    return by_key, by_query
+    return tuple(build.operators().attention_costs.default(logits, at, sinks, recent, group, groups))
 
 
 def nearest(z: torch.Tensor, tables: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Twin of `additive.nearest` for float32 `z` `[*, n, w]`; products by torch, so that codes are equal."""
     products = z @ tables.flatten(-3, -2).mT
-    codes, residual = build.operators().subtract_nearest.default(z, products, costs, tables)
-    return codes, residual
+    return tuple(build.operators().subtract_nearest.default(z, products, costs, tables))

@@ -269,8 +269,7 @@ def _now(device: torch.device) -> float:
 
 def positions_of(model: PreTrainedModel) -> int | None:
     """Number of positions that the model was made for; None if it has no limit."""
-    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _check_length(model: PreTrainedModel, tokens: int) -> None:
@@ -281,5 +280,4 @@ def _check_length(model: PreTrainedModel, tokens: int) -> None:
 def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool = False) -> torch.Tensor:
     """Logits `[1, S, V]` of a forward pass of tokens `[1, S]`, or those after the last token alone."""
     how = {cache_argument(): cache, "use_cache": True, "logits_to_keep": int(last)}
-    logits: torch.Tensor = model(input_ids=ids, **how).logits
-    return logits
+    return model(input_ids=ids, **how).logits

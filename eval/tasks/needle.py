@@ -159,8 +159,7 @@ class Needle(Benchmark):
 def word_recall(answer: str, text: str) -> float:
     """Share of the answer's words that occur in a text: ROUGE-1 recall, case-insensitive."""
     scorer = require("rouge_score.rouge_scorer", "recalls of words", "rouge-score")
-    recall: float = scorer.RougeScorer(["rouge1"]).score(answer, text)["rouge1"].recall
-    return recall
+    return scorer.RougeScorer(["rouge1"]).score(answer, text)["rouge1"].recall
 
 
 def passkey_found(answer: str, text: str) -> float:

@@ -68,8 +68,7 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, speci
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True) -> list[int]:
     """Tokenize a text of any length."""
-    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, answer_prefix: str) -> tuple[str, str]:
@@ -119,17 +118,12 @@ def force_answer(run: CacheRun, ids: Sequence[int], step: int = STEP_TOKENS) -> 
 
 
 def generate_text(
-    run: CacheRun,
-    tokenizer: PreTrainedTokenizerBase,
-    max_new_tokens: int,
-    *,
-    more_ends: Sequence[int] = (),
+    run: CacheRun, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, more_ends: Sequence[int] = (),
     min_new_tokens: int = 0,
-) -> str:
+) -> str:  # fmt: skip
     """Generate greedily up to the model's end token or one of `more_ends`, as the run's one continuation."""
     ends = getattr(run.prefill.model.generation_config, "eos_token_id", None)
     ends = tokenizer.eos_token_id if ends is None else ends
     known = [] if ends is None else ends if isinstance(ends, list) else [ends]
     ids = run.generate(max_new_tokens, [*known, *more_ends], min_new_tokens)
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
+    return tokenizer.decode(ids, skip_special_tokens=True)

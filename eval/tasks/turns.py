@@ -23,6 +23,7 @@ from kvcache_compress.eval.caches.prefill import CacheRun, fused_attention
 from kvcache_compress.validation import AnyPath, AnyTuple, quoted
 
 from .benchmark import Record, Sample
+from .samples import text_ids
 from .scoring import ForcedBenchmark, compare_tokens, kl_scores, read_texts, scores_by, text_name
 
 _LIKE = " like"
@@ -66,9 +67,7 @@ class Turns(ForcedBenchmark):
     windows: int = Field(default=3, ge=1, description="Windows of each case.")
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        texts = [
-            tokenizer(read_texts(path), add_special_tokens=False, verbose=False)["input_ids"] for path in self.texts
-        ]
+        texts = [text_ids(tokenizer, read_texts(path), special=False) for path in self.texts]
         bos = tokenizer("")["input_ids"]
         plans = {(case, window): self._plan(case, window) for window in range(self.windows) for case in self.cases}
         longest: Counter[int] = Counter()  # tokens of each text, in the window that takes most

@@ -67,12 +67,9 @@ class TritonBackend(TorchBackend):
                 state.codec.kernel_encoder  # noqa: B018 - cached
 
     def step(
-        self,
-        storage: StaticStorage,
-        fresh: Mapping[Side, torch.Tensor],
-        counter: torch.Tensor | None,
+        self, storage: StaticStorage, fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None,
         rope: Rope | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run a static step in one kernel; PyTorch packs the sides whose codec has no kernel encoder."""
         with on_device(storage.counts):
             storage.pack(*(side for side, codec in storage.codecs.items() if codec.kernel_encoder is None))

@@ -95,18 +95,10 @@ def random_codebooks(head_dim: int, heads: int, options: Any) -> str:
 
 
 def encoded_side(
-    plan: LayerPlan,
-    side: Side,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    heads: int,
-    packed: int,
-    windows: tuple[int, int] = (16, 17),
-    codes: Literal["encoded", "random"] = "encoded",
-    batch: int = 1,
+    plan: LayerPlan, side: Side, head_dim: int, dtype: torch.dtype, *, heads: int, packed: int,
+    windows: tuple[int, int] = (16, 17), codes: Literal["encoded", "random"] = "encoded", batch: int = 1,
     device: torch.device | None = None,
-) -> View:
+) -> View:  # fmt: skip
     """View of one side of a layer, as in a step of decoding.
 
     It has `packed` compressed tokens, a multiple of the method's group, and `windows` dense ones before and after them.

@@ -23,7 +23,7 @@ reveals codecs that differ from those of the saving process.
 from collections.abc import Callable, Iterator, Mapping
 from os.path import isdir, isfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -41,8 +41,6 @@ from kvcache_compress.validation import quoted, usable_device
 
 from .layer import CompressedLayer
 
-C = TypeVar("C", bound=Any)
-"""Class of a cache, a `CompressedCache`."""
 KIND, VERSION = "cache", 1
 CHECKED_TOKENS = 8
 CHECK_TOLERANCE = 1e-3
@@ -89,12 +87,9 @@ def save_cache(cache: Any, path: str | Path, tokens: torch.Tensor | None = None)
 
 
 def load_cache(
-    path: str | Path,
-    new_cache: Callable[[CompressionConfig], C],
-    files: Mapping[str, str | Path | None],
-    device: torch.device | str | None = None,
-    any_model: bool = False,
-) -> C:
+    path: str | Path, new_cache: Callable[[CompressionConfig], Any], files: Mapping[str, str | Path | None],
+    device: torch.device | str | None = None, any_model: bool = False,
+) -> Any:  # fmt: skip
     """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config."""
     place = Path(path).expanduser()
     if not isfile(place):
@@ -197,12 +192,9 @@ def _restore(
 
 
 def _restore_layer(
-    layer: CompressedLayer,
-    tensors: Mapping[str, torch.Tensor],
-    described: Mapping[str, Any],
-    rope: torch.Tensor | None,
-    device: torch.device,
-) -> None:
+    layer: CompressedLayer, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any],
+    rope: torch.Tensor | None, device: torch.device,
+) -> None:  # fmt: skip
     """Fill a new layer from its tensors and what the header says of it; `rope` has the rows of the layer's track."""
     keys, values = (tensors[f"{side}.sinks"][:, :, :0].to(device) for side in SIDES)
     layer.lazy_initialization(keys, values)

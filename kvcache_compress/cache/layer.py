@@ -39,16 +39,10 @@ class CompressedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self,
-        index: int,
-        plan: LayerPlan,
-        compression: CompressionConfig,
-        decoder_config: PreTrainedConfig,
-        rope: RopeLayout | None = None,
-        track: RopeTrack | None = None,
-        padding: PaddingRecord | None = None,
+        self, index: int, plan: LayerPlan, compression: CompressionConfig, decoder_config: PreTrainedConfig,
+        rope: RopeLayout | None = None, track: RopeTrack | None = None, padding: PaddingRecord | None = None,
         budget: BitBudget | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.index = index
         self.compression = compression
         self.max_cache_len = capacity = compression.max_cache_len

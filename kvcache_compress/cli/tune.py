@@ -1,7 +1,7 @@
 """`kvcache-compress tune`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -47,15 +47,14 @@ def tune(
     """Find the best cache for a model within a budget, layer by layer, and write its config; resumable."""
     with importing():
         from kvcache_compress.eval.runner.progress import ProgressLine
-        from kvcache_compress.eval.tuning.run import loss_text, tune_config
+        from kvcache_compress.eval.tuning.run import LEVELS, loss_text, tune_config
 
     with errors_as_lines():
-        levels: dict[str, Any] = {"levels": level} if level else {}
         title, losses = tune_config(
             model, text or [], output, bits=bits, memory=memory, context=context, batch=batch,
             check_texts=check_text or [], base=base, windows=windows, prefix=prefix, scored=scored,
             codebooks=codebooks, statistics=statistics, dtype=dtype, device=device,
-            on_progress=ProgressLine(), **levels,
+            levels=level or LEVELS, on_progress=ProgressLine(),
         )  # fmt: skip
     console.print(escape(f"{title}:"))
     for name, loss in losses.items():

@@ -57,7 +57,7 @@ class RopeLayout:
         return len(self.order) // 2
 
     @cached_property
-    def _in_order(self) -> bool:
+    def in_order(self) -> bool:
         """True if all real parts already come first, as in most models, so that no channel moves."""
         return self.order == tuple(range(len(self.order)))
 
@@ -67,14 +67,14 @@ class RopeLayout:
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`; views of `x` where no channel moves."""
-        ordered = x if self._in_order else x[..., _index(self.order, x.device)]
+        ordered = x if self.in_order else x[..., _index(self.order, x.device)]
         real, imaginary = ordered.chunk(2, -1)
         return real, imaginary
 
     def join(self, real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
         """Inverse of `split`, as a new tensor."""
         joined = torch.cat([real, imaginary], -1)
-        return joined if self._in_order else joined[..., _index(self._inverse_order, real.device)]
+        return joined if self.in_order else joined[..., _index(self._inverse_order, real.device)]
 
     def factors(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rope:
         """Select the factors of each rotary pair from the model's own `(cos, sin)`, each `[B, T, C]`."""

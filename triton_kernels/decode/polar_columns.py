@@ -23,11 +23,6 @@ WHOLE = ((4, 3, 2, 2, 2, 2, 2), (4, 2, 2, 2, 2, 2, 2))
 HALVES = ".reg .b16 h0, h1"
 
 
-def _shuffle(register: str, table: str, codes: str, bits: int) -> str:
-    """Instruction by which every 2 ** bits lanes read each other's table entries."""
-    return f"shfl.sync.idx.b32 {register}, {table}, {codes}, {(32 - 2**bits) << 8 | 31:#x}, 0xffffffff"
-
-
 def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, radii: list[str]) -> list[str]:
     """Instructions for the pairs below `radii`, registers of two; all low halves come first."""
     lines = []
@@ -36,7 +31,8 @@ def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, rad
         lines += [f"shr.u32 r14, {codes}, {step * i}"] if i else []
         radius, half = radii[i % len(radii)], "h0" if i < len(radii) else "h1"
         lines += [
-            _shuffle("r14", table, selected, bits),
+            # Every 2 ** bits lanes read each other's entries of the table.
+            f"shfl.sync.idx.b32 r14, {table}, {selected}, {(32 - 2**bits) << 8 | 31:#x}, 0xffffffff",
             f"mov.b32 {{h0, h1}}, {radius}",
             f"mov.b32 r15, {{{half}, {half}}}",
             f"mul.rn.f16x2 {output}, r14, r15",

@@ -291,7 +291,7 @@ def spectral_side(
     matrix = torch.cat([*(run / unit for run in rows), means], 1)
     meta = Digits(
         tuple(parts), scale=len(planes), tables=ahead, group=group, rotary=rope.rotary if rope else 0,
-        columns=matrix.shape[1], in_order=rope is None or rope.order == tuple(range(dim)),
+        columns=matrix.shape[1], in_order=rope is None or rope.in_order,
     )  # fmt: skip
     return KernelSide(
         score,

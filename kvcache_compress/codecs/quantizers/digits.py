@@ -90,11 +90,10 @@ def split_bits(bits: torch.Tensor, counts: DigitCounts) -> tuple[torch.Tensor, t
     pair loses less than the digit that it replaces (`PAIR_ORDER`).
     """
     ones = bits % 2
-    pair = torch.arange(MOST_BITS // 2, device=bits.device)
     order = torch.tensor(PAIR_ORDER, device=bits.device)[bits].flatten(1)
     left = (counts.ones - ones.sum(-1, keepdim=True)) // 2
     rank = order.argsort(dim=-1, stable=True).argsort(-1)
-    ones = ones + 2 * (rank < left).unflatten(-1, (-1, len(pair))).sum(-1)
+    ones = ones + 2 * (rank < left).unflatten(-1, (-1, MOST_BITS // 2)).sum(-1)
     return (bits - ones) // 2, ones
 
 

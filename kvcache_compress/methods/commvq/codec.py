@@ -165,8 +165,7 @@ class CommVQCodec(Codec):
         options, tables = (books.groups, books.rounds), (books.books.flatten(0, 2),)
         if self.context.side == "values":
             return CPUSide("additive", options, tables)
-        assert self.context.rope is not None
-        order = self.context.rope.order
-        in_order = order == tuple(range(len(order)))
-        basis = None if in_order else torch.eye(len(order), device=books.books.device)[[*order]][None]
+        rope = self.context.rope
+        assert rope is not None
+        basis = None if rope.in_order else torch.eye(len(rope.order), device=books.books.device)[[*rope.order]][None]
         return CPUSide("complex", options, tables, basis)

@@ -52,18 +52,9 @@ def unit_rotations(rope: Rope) -> Rope:
 
 
 def attention_costs(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    at: torch.Tensor,
-    scaling: float,
-    sinks: int,
-    recent: int,
-    group: int,
-    *,
-    softcap: float | None = None,
-    mask: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, keys: torch.Tensor, at: torch.Tensor, scaling: float, sinks: int, recent: int, group: int, *,
+    softcap: float | None = None, mask: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Sums of p (1 - p) per key, `[H, n * group]`, and per query and group, `[H, R, n]`.
 
     p is the attention weight of queries `[H, R, D]` at positions `at` `[R]` on keys `[H, T, D]`. The first `sinks` keys
@@ -214,8 +205,7 @@ class Window:
 
 def by_group(factors: Rope, groups: slice) -> Rope:
     """cos and sin of some groups, `[n, rotary]`, for rotating vectors `[H, n, *, D]` group by group."""
-    cos, sin = (factor[0, groups] for factor in factors)
-    return cos, sin
+    return factors[0][0, groups], factors[1][0, groups]
 
 
 def table_of_mean(mean: torch.Tensor, group: int, rope: GroupRope | None) -> tuple[torch.Tensor, torch.Tensor]:
