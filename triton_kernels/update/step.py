@@ -52,7 +52,7 @@ class StepForm(NamedTuple):
 
     recent: tokens of the recent window; flush: tokens packed at a time; longest: largest norm of a vector; page: tokens
     of a page, 0 without pages; stride, rotary, pairs: tokens of a group, and pairs whose cos and sin the step keeps for
-    new groups, also as a power of two, 0 if it keeps none.
+    new groups (0 if it keeps none), also as a power of two.
     """
 
     heads: int
