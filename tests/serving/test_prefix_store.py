@@ -270,6 +270,8 @@ for kill in range(50):
         for count in range(10**6):
             store.put(model, cache, [kill + 1, count, *range(148)])
             store.put_page([f"page-{kill}-{count}"], facts, [1, 2], {"block": torch.zeros(5000)})
+    while not list(Path(sys.argv[2]).glob("*.page")):
+        time.sleep(0.01)  # the first child may be slow
     time.sleep(random.uniform(0.005, 0.06))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
