@@ -67,9 +67,9 @@ def decoder_layers(
     plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
     layers = list(plain.layers)
     window, positions = (getattr(decoder, name, None) or 0 for name in ("sliding_window", "max_position_embeddings"))
-    if window >= positions > 0:  # such a window, as of Phi 3.5, hides nothing
+    if window >= positions > 0 and all(plain.is_sliding):  # as of Phi 3.5: they hide nothing
         full = DynamicLayer if max_cache_len is None else functools.partial(StaticLayer, max_cache_len)
-        layers = [full() if getattr(layer, "is_sliding", False) else layer for layer in layers]
+        layers = [full() for _ in layers]
     heads = getattr(_full_attention_config(decoder), "num_attention_heads", None)
     attends = bool(heads) and "mamba" not in decoder.model_type
     if not attends or not any(is_full_attention(layer) for layer in layers):
