@@ -114,8 +114,6 @@ CASES = {
         for keys, values in ((1, 1), (1.5, 3), (3.5, 5), (5, 6), (6, 3))  # widths that bits by layer may choose
     },
     "turboquant-4bit, 16 queries": Case(_FOUR, queries=16),
-    "turboquant-2bit, 16 queries": Case(_pair(_turboquant(2)), queries=16),
-    "spectral-2bit, 16 queries": Case(_pair({"method": "spectral", "bits": 2}, _turboquant(2)), queries=16),
     "kivi-4bit, 16 queries": Case(_KIVI, queries=16),
     **{
         f"{name}, D={head_dim}": Case(config, head_dim)
@@ -129,9 +127,6 @@ CASES = {
             256: {
                 "turboquant-4bit": _FOUR, "kivi-4bit": _KIVI, "prod-k3v2": _PROD_K3V2, "prod-2.5bit": _PROD_2_5,
                 "lloyd-max-2.5bit": _pair(_turboquant(2.5, **_LLOYD)),
-                "spectral-k3v2": _pair({"method": "spectral", "bits": 3}, _turboquant(2)),
-                "turboquant-k3v2": _pair(_turboquant(3), _turboquant(2)),
-                "qjl-3bit": _pair({"method": "qjl"}, _turboquant(4)),
             },
         }.items()
         for name, config in configs.items()
