@@ -46,15 +46,14 @@ class Masking(NamedTuple):
 class Rows(NamedTuple):
     """Query rows `[M]` of a program, and the mask and cap of their logits.
 
-    o_mask, s_mask: start of each row's mask, or of all rows', and its stride over tokens; o_query: position of the
-    row's query in the step; m_row: rows that exist; count: tokens before the first query.
+    o_mask, s_mask: start of each row's mask, 0 if all share one, and its stride over tokens; o_query: position of the
+    row's query in the step; count: tokens before the first query.
     """
 
     p_mask: Any
     o_mask: Any
     s_mask: Any
     o_query: Any
-    m_row: Any
     count: Any
     softcap: Any
 
@@ -134,10 +133,10 @@ def _logits(
     if KIND != NO_MASK:
         # One number per token where rows share it: a tile of them would be moved between threads.
         if MASKING.shared:
-            p_mask, m_s = rows.p_mask + rows.o_mask + (first + o_t) * rows.s_mask, m_t
+            p_mask, m_s = rows.p_mask + (first + o_t) * rows.s_mask, m_t
         else:
             p_mask = rows.p_mask + rows.o_mask[None, :] + (first + o_t)[:, None] * rows.s_mask
-            m_s = rows.m_row[None, :] & m_t[:, None]
+            m_s = m_t[:, None]
         b_mask = tl.load(p_mask, mask=m_s, other=0)
         if MASKING.shared:
             b_mask = b_mask[:, None]
@@ -174,8 +173,10 @@ def _dense_segment(
     PRECISION: tl.constexpr = "tf32" if FAST else "ieee"
     o_k, o_v = tl.arange(0, padded(K.dim)), tl.arange(0, padded(V.dim))
     m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
-    # Two stages: with more the compiler keeps the next values in registers, and each iteration takes a third longer.
-    for start in tl.range(i_tile * DENSE_BLOCK, tokens, DENSE * DENSE_BLOCK, num_stages=2):
+    # With three stages the compiler keeps the next values in registers, and each iteration takes a third longer. With
+    # two, registers spill where queries and sums fill them: at D = 256, and with 16 rows at D = 128.
+    STAGES: tl.constexpr = 1 if FAST and (K.dim + V.dim) * b_m.shape[0] > 2048 else 2
+    for start in tl.range(i_tile * DENSE_BLOCK, tokens, DENSE * DENSE_BLOCK, num_stages=STAGES):
         o_t = start + tl.arange(0, DENSE_BLOCK)
         m_t = o_t < tokens
         o_row = (ring[0] + o_t) % ring[1] if RING else o_t
@@ -233,10 +234,11 @@ def _packed_tile(
 
 
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
-# the sides' tuples because `do_not_specialize` cannot name members of tuples.
+# the sides' tuples because `do_not_specialize` cannot name members of tuples. If `s_mask_t` were known to be 1, lanes
+# would load a mask's tokens side by side, which takes fewer sectors, but registers for the offsets of all rows.
 _GROWING = (
     "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_tail_capacity", "v_tail_capacity", "rope_capacity",
-    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n", "s_packed", "ring",
+    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n", "s_mask_t", "s_packed", "ring",
 )  # fmt: skip
 
 
@@ -274,9 +276,13 @@ def attend_kernel(
     n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
     m_r = o_r < n_rows
-    o_m = i_b.to(tl.int64) * s_mask_b
+    p_mask += i_b.to(tl.int64) * s_mask_b
+    o_m = 0
     if not MASKING.shared:
-        o_m += (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
+        # Offsets of 64 bits or a test of each row would spill registers: missing rows read the last row's mask.
+        o_near = tl.minimum(o_r, n_rows - 1)
+        p_mask += i_h.to(tl.int64) * G * s_mask_h
+        o_m = o_near // N * s_mask_h + o_near % N * s_mask_n
     n_filled, i_dense, slot_sinks = n_packed, i_bh, n_sinks
     if BOUNDED:
         p_packed += i_b * s_packed
@@ -285,7 +291,7 @@ def attend_kernel(
         i_dense = tl.load(p_packed - 2) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
         n_sinks, n_tail = tl.load(p_packed - 1).to(tl.int32), tl.load(p_packed + 1).to(tl.int32)
         n_packed = n_filled
-    rows = Rows(p_mask, o_m, s_mask_t, o_r % N, m_r, n_sinks + n_packed + n_tail - N, softcap)
+    rows = Rows(p_mask, o_m, s_mask_t, o_r % N, n_sinks + n_packed + n_tail - N, softcap)
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:

@@ -79,9 +79,8 @@ def attend(
     pointers, repeatable = addresses(changing)
     key = (
         like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
-        inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, call.scaling, call.softcap,
-        None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        k_side.map_call and inputs["k_capacity"],
+        inputs["p_mask"].device, inputs["s_mask_h"] == 0, call.scaling, call.softcap,
+        None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable, k_side.map_call and inputs["k_capacity"],
         page and (_strides(keys), _strides(values)),
     )  # fmt: skip
     plan = k_side.plans.get(key)

@@ -53,7 +53,8 @@ def dense_side(context: CodecContext) -> KernelSide:
     """Kernel operands of dense tokens: code space is the head's space, padded."""
     dim, keys = context.head_dim, context.side == "keys"
     padded = max(16, triton.next_power_of_2(dim))
-    side = KernelSide(score if keys else accumulate, Width(dim, padded), (padded,))
+    # More values at a time spill registers, up to 5 KB of each thread beside keys of two bits.
+    side = KernelSide(score if keys else accumulate, Width(dim, padded), (padded,), tokens=32 if keys else 16)
     if padded != dim:
         spread = torch.eye(padded, dim, device=context.device).unsqueeze(0)
         side.matrix = spread.mT.contiguous() if keys else spread

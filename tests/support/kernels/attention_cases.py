@@ -169,6 +169,8 @@ CASES |= {
     "4-2-80-float16": fast(tq(4), tq(2), 80),
     "2-3-40-float16": fast(tq(2), tq(3), 40, **DECODE),
     "4-1-112-float16": fast(tq(4), tq(1), 112),
+    "4-2-256-float16": fast(tq(4), tq(2), 256),
+    "none-as-launched-float16": fast(tq(2), NONE, block=0),
     "3-2-256-float16": fast(tq(3), tq(2), 256, groups=1, **DECODE),
     "trellis-3-2-256-float16": fast(trellis(3), trellis(2), 256, groups=16, **DECODE),
     "kivi-256-float16": fast(kivi(4, 64), kivi(2), 256, groups=16, **DECODE),

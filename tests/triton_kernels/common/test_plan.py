@@ -120,6 +120,8 @@ def test_steps_with_masks_repeat_those_of_the_same_kind(emulator: Any) -> None:
     assert [masked(first) for first in (1, 3, 1, 16)] == [False, False, False, True]
     masks = masks[..., :167].contiguous()
     assert masked(0)
+    masks = masks.mT.contiguous().mT  # any strides
+    assert masked(0)
     assert not repeats(emulator, sides, 2, masks.to(BF16), s_aux)
     assert not repeats(emulator, sides, 2, None, s_aux)
     assert masked(0)
