@@ -156,7 +156,7 @@ KNOWN_STACK = {
 }
 """Known stack bytes of a kernel; more of them fail.
 
-Steps keep up to eight numbers there while they encode, on sm_80. The encoder uses nothing but the address of its 8."""
+Steps keep up to eight numbers there while they encode (sm_80), the encoder only an address. The rest is unexamined."""
 
 
 class Figures(NamedTuple):

@@ -234,8 +234,8 @@ def _packed_tile(
 
 
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
-# the sides' tuples because `do_not_specialize` cannot name members of tuples. If `s_mask_t` were known to be 1, lanes
-# would load a mask's tokens side by side, which takes fewer sectors, but registers for the offsets of all rows.
+# the sides' tuples because `do_not_specialize` cannot name members of tuples. `s_mask_t` is one of them for another
+# reason: if it were known to be 1, lanes would lie along a mask's tokens: fewer sectors, but an offset per row in each.
 _GROWING = (
     "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_tail_capacity", "v_tail_capacity", "rope_capacity",
     "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n", "s_mask_t", "s_packed", "ring",
@@ -279,7 +279,7 @@ def attend_kernel(
     p_mask += i_b.to(tl.int64) * s_mask_b
     o_m = 0
     if not MASKING.shared:
-        # Offsets of 64 bits or a test of each row would spill registers: missing rows read the last row's mask.
+        # Offsets of 64 bits, or a test of each row, would spill registers. Missing rows read the last row's mask.
         o_near = tl.minimum(o_r, n_rows - 1)
         p_mask += i_h.to(tl.int64) * G * s_mask_h
         o_m = o_near // N * s_mask_h + o_near % N * s_mask_n

@@ -23,7 +23,7 @@ CHUNK = tl.constexpr(16)
 """Columns per program: many small programs read their part of A at once, as each waits for memory."""
 
 
-@triton.jit(do_not_specialize=("rows",))  # 64, known to be a multiple of 16, would spill 680 bytes
+@triton.jit(do_not_specialize=("rows",))  # else a multiple of 16 spills 680 bytes
 def map_query_kernel(
     p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
     D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
