@@ -46,7 +46,9 @@ class MappedQueries {
         low_(rows * from.rank),
         means_(rows * from.group) {
     const auto* order = from.order.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < rows * from.dim; ++i) q_[i] = q[i / from.dim * from.dim + order[i % from.dim]];
+    for (int64_t r = 0; r < rows; ++r, q += from.dim) {
+      for (int64_t d = 0; d < from.dim; ++d) q_[r * from.dim + d] = q[order[d]];
+    }
     turned_ = q_;
   }
 
@@ -70,8 +72,12 @@ class MappedQueries {
     score(turned_.data(), rows_, of<Half>(from_.directions), from_.coded, dim, along_.data(), dim);
     const auto* channels = of<int16_t>(from_.channels);
     const auto* weights = of<float>(from_.weights);
-    for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t w = 0; w < width; ++w) mapped_[r * width + w] = along_[r * dim + channels[w]] * weights[w];
+    const float* from = along_.data();
+    float* to = mapped_.data();
+    for (int64_t w = 0; w < width; w += LANES) {
+      const Ints places = load_words(channels + w);
+      const Floats factors = load(weights + w);
+      for (int64_t r = 0; r < rows_; ++r) store(to + r * width + w, gather(from + r * dim, places) * factors);
     }
     score(turned_.data(), rows_, of<Half>(from_.means), rank, dim, low_.data(), rank);
     score(low_.data(), rows_, of<Half>(from_.places), from_.group, rank, means_.data(), from_.group);

@@ -137,8 +137,8 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
     count = std::min({tile, run.last - t, start + page - t});
     const Head head = run.pages.blocks == nullptr ? rows.head : Head{run.pages.blocks[t / page], rows.head.head, start};
     const float* q = mapped ? mapped->at(t) : queries.numbers;
-    run.keys.decode(head, t - start, count, decoded.get());
-    score(q, rows.count, decoded.get(), count, k_width, logits.get(), MAX_TILE);
+    const float* keys = run.keys.read(head, t - start, count, decoded.get());
+    score(q, rows.count, keys, count, k_width, logits.get(), MAX_TILE);
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t query = (rows.first + r) % step.count;
       float* row = logits.get() + r * MAX_TILE;
@@ -156,8 +156,8 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
         for (int64_t c = 0; c < v_width; ++c) sums[r * apart + c] *= shrink;
       }
     }
-    run.values.decode(head, t - start, count, decoded.get());
-    add_weighted(logits.get(), MAX_TILE, decoded.get(), count, v_width, rows.count, sums, apart);
+    const float* values = run.values.read(head, t - start, count, decoded.get());
+    add_weighted(logits.get(), MAX_TILE, values, count, v_width, rows.count, sums, apart);
   }
 }
 

@@ -1,6 +1,8 @@
 // Products of query rows with vectors that they share.
 #pragma once
 
+#include <algorithm>
+
 #include "common/simd.h"
 
 namespace kvcache_compress {
@@ -24,18 +26,20 @@ inline void each_block(int64_t rows, Call call) {
   }
 }
 
-// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three more, which must be readable.
+// scores[r * stride + t] = q[r] · k[t] for `count` tokens; up to three more scores are written.
 template <class Number>
 inline void score(const float* q, int64_t rows, const Number* k, int64_t count, int64_t width, float* scores,
                   int64_t stride) {
   each_block(rows, [&]<int ROWS>(int64_t first) {
     for (int64_t t = 0; t < count; t += 4) {
+      const Number* tokens[4];
+      for (int i = 0; i < 4; ++i) tokens[i] = k + std::min(t + i, count - 1) * width;
       Floats sums[ROWS][4] = {};
       for (int64_t c = 0; c < width; c += LANES) {
         Floats x[ROWS];
         for (int r = 0; r < ROWS; ++r) x[r] = load(q + (first + r) * width + c);
         for (int i = 0; i < 4; ++i) {
-          const Floats y = load(k + (t + i) * width + c);
+          const Floats y = load(tokens[i] + c);
           for (int r = 0; r < ROWS; ++r) sums[r][i] += x[r] * y;
         }
       }

@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -96,6 +97,17 @@ inline Ints load_words(const Word* from) {
   return __builtin_convertvector(load<typename WordsOf<Word>::Vector>(from), Ints);
 }
 
+// Numbers `from[places]`.
+inline Floats gather(const float* from, Ints places) {
+#ifdef __AVX2__
+  return _mm256_i32gather_ps(from, (__m256i)places, sizeof(float));
+#else
+  Floats x;
+  for (int lane = 0; lane < LANES; ++lane) x[lane] = from[places[lane]];
+  return x;
+#endif
+}
+
 // Moves every number one lane up; lane 0 gets the last.
 inline Ints moved_up(Ints x) { return __builtin_shufflevector(x, x, 7, 0, 1, 2, 3, 4, 5, 6); }
 
@@ -134,8 +146,8 @@ inline void store(float* to, Floats x, int64_t count) {
   std::memcpy(to, &x, count < LANES ? count * sizeof(float) : sizeof x);
 }
 
-// Table of COUNT levels, which lie `stride` numbers apart, looked up by LANES codes at once. Up to eight levels are
-// looked up by the low bits of a code, whatever the others hold.
+// Table of COUNT levels, which lie `stride` numbers apart, looked up by the low bits of LANES codes at once, whatever
+// their other bits hold.
 template <int COUNT>
 class Table {
  public:
@@ -144,34 +156,46 @@ class Table {
   }
 
   Floats operator[](Ints codes) const {
-#if defined(__AVX512VL__)
-    if constexpr (VECTORS == 2) return _mm256_permutex2var_ps(levels_[0], (__m256i)codes, levels_[1]);
-#endif
 #ifdef __AVX2__
-    Floats looked_up = _mm256_permutevar8x32_ps(levels_[0], (__m256i)codes);
-    for (int i = 1; i < VECTORS; ++i) {
-      const Floats next = _mm256_permutevar8x32_ps(levels_[i], (__m256i)codes);
-      looked_up = codes >= static_cast<int>(i * LANES) ? next : looked_up;
-    }
+    return choose<VECTORS>(levels_, codes);
 #elif defined(__aarch64__)
     const Ints known = codes & static_cast<int>(VECTORS * LANES - 1);
     const auto bytes = (WordsOf<uint32_t>::Vector)known * 0x04040404u + 0x03020100u;
     const auto places = halves<uint8x16_t>(bytes);
-    const auto looked_up = joined<Floats>(look_up(places.low), look_up(places.high));
+    return joined<Floats>(look_up(places.low), look_up(places.high));
 #else
     Floats looked_up;
     for (int lane = 0; lane < LANES; ++lane) {
       const int code = codes[lane] & (COUNT - 1);  // unused lanes hold any number
       looked_up[lane] = levels_[code / LANES][code % LANES];
     }
-#endif
     return looked_up;
+#endif
+  }
+
+  void operator*=(float factor) {
+    for (Floats& levels : levels_) levels *= factor;
   }
 
  private:
   static constexpr int VECTORS = COUNT > LANES ? COUNT / LANES : 1;
 
-#ifdef __aarch64__
+#ifdef __AVX2__
+  // Looks up codes in N vectors: the bit that tells the halves of the table apart, shifted to the sign, chooses.
+  template <int N>
+  static Floats choose(const Floats* levels, Ints codes) {
+    if constexpr (N == 1) {
+      return _mm256_permutevar8x32_ps(*levels, (__m256i)codes);
+#ifdef __AVX512VL__
+    } else if constexpr (N == 2) {
+      return _mm256_permutex2var_ps(levels[0], (__m256i)codes, levels[1]);
+#endif
+    } else {
+      const Ints upper = codes << (32 - std::countr_zero<unsigned>(N * LANES));
+      return _mm256_blendv_ps(choose<N / 2>(levels, codes), choose<N / 2>(levels + N / 2, codes), (__m256)upper);
+    }
+  }
+#elif defined(__aarch64__)
   // The bytes of all levels at these places.
   float32x4_t look_up(uint8x16_t places) const {
     const auto* bytes = reinterpret_cast<const uint8_t*>(levels_);

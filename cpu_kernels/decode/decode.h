@@ -45,6 +45,12 @@ class Decoder {
   // Decodes tokens [first, first + count) of a head into `tile` [count][width].
   virtual void decode(const Head& head, int64_t first, int64_t count, float* tile) const = 0;
 
+  // Returns the same tokens: decoded into `tile`, or in place if they are stored as float32 without gaps.
+  virtual const float* read(const Head& head, int64_t first, int64_t count, float* tile) const {
+    decode(head, first, count, tile);
+    return tile;
+  }
+
   int64_t width = 0;
 };
 
@@ -84,6 +90,7 @@ class DenseDecoder : public Decoder {
  public:
   explicit DenseDecoder(const View& x) : tokens_(x), widen_(widen_from(x.dtype)) {
     width = whole_lanes(tokens_.numbers);
+    ready_ = x.dtype == ScalarType::Float && tokens_.numbers == width && x.stride(2) == width;
   }
 
   explicit DenseDecoder(const Side& side) : DenseDecoder(side.fields[0]) {}
@@ -95,9 +102,14 @@ class DenseDecoder : public Decoder {
     }
   }
 
+  const float* read(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    return ready_ ? tokens_.row<float>(head, first) : Decoder::read(head, first, count, tile);
+  }
+
  private:
   Field tokens_;
   Widen widen_;
+  bool ready_;  // tokens are float32 and follow each other without padding
 };
 
 // The bit planes of codes of BITS bits: see layout.py.
@@ -130,12 +142,14 @@ inline Ints load_twice(const Word* words) {
 
 // Unpacks the codes of a token and calls `emit(channel, codes, lanes)` for each run of LANES channels, of which the
 // first `lanes` may be written, up to the token's end. Runs may overlap: those of whole lanes emit the same codes
-// twice, and others are emitted before the runs that they overlap.
-template <int BITS, class Emit>
+// twice, and others are emitted before the runs that they overlap. Unless CLEAN, the bits above a code, which `Table`
+// ignores, hold anything.
+template <int BITS, bool CLEAN = true, class Emit>
 [[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& range,
                                             Emit emit) {
   using P = Planes<BITS>;
-  constexpr int LOW_MASK = (1 << P::LOW) - 1, HIGH_MASK = (1 << P::HIGH) - 1;
+  constexpr int LOW_MASK = CLEAN || P::HIGH > 0 ? (1 << P::LOW) - 1 : -1;
+  constexpr int HIGH_MASK = CLEAN ? (1 << P::HIGH) - 1 : -1;
   const int64_t words = range.count;
   const auto* low = planes[0].row<typename P::LowWord>(head, token) + range.first;
   const typename P::HighWord* high = nullptr;
@@ -180,6 +194,8 @@ class TrellisTable {
 
  public:
   explicit TrellisTable(const float* levels) : lower_(levels), upper_(levels + (BITS == 3 ? COUNT : 0)) {}
+
+  void operator*=(float factor) { lower_ *= factor, upper_ *= factor; }
 
   // Unpacks the levels of a token and calls `emit(channel, levels, lanes)` as `each_run` does.
   template <class Emit>
@@ -244,9 +260,11 @@ class LevelTable {
  public:
   explicit LevelTable(const float* levels) : table_(levels) {}
 
+  void operator*=(float factor) { table_ *= factor; }
+
   template <class Emit>
   [[gnu::always_inline]] void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) const {
-    kvcache_compress::each_run<BITS>(
+    kvcache_compress::each_run<BITS, false>(
         planes, head, token, planes[0].words(),
         [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t n) { emit(channel, table_[codes], n); });
   }
@@ -260,9 +278,10 @@ template <class Levels>
 void decode_levels(const Levels& levels, const Field* planes, const Half* scales, const Head& head, int64_t first,
                    int64_t count, float* to, int64_t stride) {
   for (int64_t t = 0; t < count; ++t, to += stride) {
-    const float scale = scales[t];
-    levels.each_run(planes, head, first + t, [&] [[gnu::always_inline]] (int64_t channel, Floats x, int64_t lanes) {
-      store(to + channel, x * scale, lanes);
+    Levels scaled = levels;
+    scaled *= scales[t];
+    scaled.each_run(planes, head, first + t, [&] [[gnu::always_inline]] (int64_t channel, Floats x, int64_t lanes) {
+      store(to + channel, x, lanes);
     });
   }
 }

@@ -45,11 +45,11 @@ class PairDecoder : public Decoder {
       for (int64_t t = 0; t < count; ++t) {
         const float* from = &radius[t * pairs_];
         float* to = tile + t * width;
-        each_run<BITS>(angles, head, first + t, angles->words(),
-                       [&] [[gnu::always_inline]] (int64_t pair, Ints codes, int64_t n) {
-                         store(to + pair, load(from + pair) * cosines[codes], n);
-                         store(to + pairs_ + pair, load(from + pair) * sines[codes], n);
-                       });
+        each_run<BITS, false>(angles, head, first + t, angles->words(),
+                              [&] [[gnu::always_inline]] (int64_t pair, Ints codes, int64_t n) {
+                                store(to + pair, load(from + pair) * cosines[codes], n);
+                                store(to + pairs_ + pair, load(from + pair) * sines[codes], n);
+                              });
       }
     });
   }
@@ -131,7 +131,7 @@ class TreeDecoder : public Decoder {
   template <int BITS>
   void expand(const Level& level, const Head& head, int64_t token, const Table<1 << BITS>& cosines,
               const Table<1 << BITS>& sines, int32_t* codes, const float* radii, float* joined) const {
-    each_run<BITS>(
+    each_run<BITS, false>(
         level.planes, head, token, level.words,
         [&] [[gnu::always_inline]] (int64_t slot, Ints run, int64_t) { std::memcpy(codes + slot, &run, sizeof run); });
     codes += level.base;

@@ -103,7 +103,6 @@ class TreeEncoder {
         const Ints turned = y * level.bounds[2 * j] > x * level.bounds[2 * j + 1];
         code -= !circle ? turned : j < lower_ ? (beyond | turned) : (beyond & turned);  // true is -1
       }
-      code &= COUNT - 1;
       store(energy + i, circle ? rounded(x * x) + rounded(y * y) : x + y);
       const Floats first = rounded(load(cross + i) * cosines[code]);
       store(cross + i, first + rounded(load(cross + level.count + i) * sines[code]));

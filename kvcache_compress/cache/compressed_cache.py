@@ -173,7 +173,9 @@ class CompressedCache(Cache, ModelListener):
         receiver = self.layers[layer]
         if isinstance(receiver, CompressedLayer) and receiver.track is not None:
             known = isinstance(embeddings, tuple)
-            receiver.track.inputs = tuple(x[:, -tokens:] for x in embeddings) if known else None
+            if known and embeddings[0].shape[1] != tokens:
+                embeddings = tuple(x[:, -tokens:] for x in embeddings)
+            receiver.track.inputs = embeddings if known else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
