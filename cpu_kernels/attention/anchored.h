@@ -72,12 +72,11 @@ class MappedQueries {
     score(turned_.data(), rows_, of<Half>(from_.directions), from_.coded, dim, along_.data(), dim);
     const auto* channels = of<int16_t>(from_.channels);
     const auto* weights = of<float>(from_.weights);
-    const float* from = along_.data();
-    float* to = mapped_.data();
-    for (int64_t w = 0; w < width; w += LANES) {
-      const Ints places = load_words(channels + w);
-      const Floats factors = load(weights + w);
-      for (int64_t r = 0; r < rows_; ++r) store(to + r * width + w, gather(from + r * dim, places) * factors);
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float* from = &along_[r * dim];
+      float* to =
+          &mapped_[r * width];  // a pointer of its own, since the vector's would be read again after every store
+      for (int64_t w = 0; w < width; ++w) to[w] = from[channels[w]] * weights[w];
     }
     score(turned_.data(), rows_, of<Half>(from_.means), rank, dim, low_.data(), rank);
     score(low_.data(), rows_, of<Half>(from_.places), from_.group, rank, means_.data(), from_.group);

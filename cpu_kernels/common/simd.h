@@ -97,17 +97,6 @@ inline Ints load_words(const Word* from) {
   return __builtin_convertvector(load<typename WordsOf<Word>::Vector>(from), Ints);
 }
 
-// Numbers `from[places]`.
-inline Floats gather(const float* from, Ints places) {
-#ifdef __AVX2__
-  return _mm256_i32gather_ps(from, (__m256i)places, sizeof(float));
-#else
-  Floats x;
-  for (int lane = 0; lane < LANES; ++lane) x[lane] = from[places[lane]];
-  return x;
-#endif
-}
-
 // Moves every number one lane up; lane 0 gets the last.
 inline Ints moved_up(Ints x) { return __builtin_shufflevector(x, x, 7, 0, 1, 2, 3, 4, 5, 6); }
 
