@@ -64,10 +64,12 @@ def middle(b_scale, b_zero, BITS: tl.constexpr):
 
 @triton.jit
 def half_of_word(p_halves, tile, COUNT: tl.constexpr, AT: tl.constexpr):
-    """Number `AT` of the `COUNT` that each token has, `[T]`, out of words of 32 bits (see `codes.load_scales`)."""
-    p_twos = p_halves.to(tl.pointer_type(tl.int32), bitcast=True) + tile.o_row * (COUNT // 2)
-    b_twos = tl.load(p_twos + (tile.o_t * (COUNT // 2) + AT // 2), mask=tile.m_t, other=0)
-    return (b_twos >> 16 * (AT % 2)).to(tl.int16).to(p_halves.dtype.element_ty, bitcast=True)
+    """Number `AT` of the `COUNT` that each token has, `[T]`, out of words of 32 or 64 bits (see `codes.load_scales`)."""
+    EACH: tl.constexpr = 4 if COUNT % 4 == 0 else 2
+    p_words = p_halves.to(tl.pointer_type(tl.int64 if EACH == 4 else tl.int32), bitcast=True)
+    p_words += tile.o_row * (COUNT // EACH) + AT // EACH
+    b_words = tl.load(p_words + tile.o_t * (COUNT // EACH), mask=tile.m_t, other=0)
+    return (b_words >> 16 * (AT % EACH)).to(tl.int16).to(p_halves.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
