@@ -218,15 +218,19 @@ def levels(
 def load_twos(tile, CODES: tl.constexpr):
     """Load the words of a two-bit plane as words of 32 bits, and those before them in a circle: `[T, PADDED / 2]`."""
     TWOS: tl.constexpr = CODES.words // 2
-    p_twos = low_plane(tile, CODES).to(tl.pointer_type(tl.int32), bitcast=True)
-    p_twos = p_twos + tile.o_row * TWOS + tile.o_t[:, None] * TWOS
+    SHAPE: tl.constexpr = [tile.o_t.shape[0], CODES.padded // 2]
+    p_twos = low_plane(tile, CODES).to(tl.pointer_type(tl.int32), bitcast=True) + tile.o_row * TWOS
     o_c = tl.arange(0, CODES.padded // 2)
-    o_before = tl.where(o_c == 0, TWOS - 1, o_c - 1)
-    m_w = tile.m_t[:, None]
+    m_w = tl.broadcast_to(tile.m_t[:, None], SHAPE)
     if CODES.padded != CODES.words:
         m_w = m_w & (o_c < TWOS)[None, :]
-    b_twos = tl.load(p_twos + o_c[None, :], mask=m_w, other=0)
-    return b_twos, tl.load(p_twos + o_before[None, :], mask=m_w, other=0)
+    b_twos = tl.load(p_twos + (tile.o_t[:, None] * TWOS + o_c[None, :]), mask=m_w, other=0)
+    # In one dimension, since in the layout of the first load the second would touch each sector four times.
+    o_w = tl.arange(0, SHAPE[0] * SHAPE[1])
+    o_c = o_w % SHAPE[1]
+    o_before = o_w // SHAPE[1] * TWOS + tl.where(o_c == 0, TWOS - 1, o_c - 1)
+    b_before = tl.load(p_twos + o_before, mask=tl.ravel(m_w), other=0)
+    return b_twos, tl.reshape(b_before, SHAPE)
 
 
 @triton.jit
