@@ -45,8 +45,9 @@ def sweep_lists() -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for case in CASES:
         found = verdict(case)
-        name = f"`{case}` (image)" if found.images else f"`{case}`"
-        groups.setdefault((found.kind, found.reason), []).append(name)
+        reason, _, attention = found.reason.partition(" (it has ")
+        notes = ", ".join(filter(None, ["image" if found.images else "", attention.rstrip(")")]))
+        groups.setdefault((found.kind, reason), []).append(f"`{case}` ({notes})" if notes else f"`{case}`")
     lines, counts = [], []
     for kind, title in KINDS.items():
         reasons = {reason: names for (of, reason), names in groups.items() if of == kind}
