@@ -129,12 +129,23 @@ def load_words(p_words, tile, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: 
 
 @triton.jit
 def load_columns(p_words, tile, WORDS: tl.constexpr):
-    """Load a plane's words with tokens as columns: `[WORDS, T]`.
+    """Load a plane's words with tokens as columns, `[WORDS, T]`: a register of the values' operands holds two tokens.
 
-    So the compiler copies values, of which a register of the operands holds two tokens, to shared memory by 16 bytes.
+    The compiler copies words of 32 bits to shared memory in the order of this load: of each eight tokens, a sector of
+    0, 2, 4, 6, 1, 3, 5, 7. So the lanes that read words together, of four tokens two apart, use different banks.
     """
-    o_w = tile.o_t[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
-    return tl.load(p_words + tile.o_row * WORDS + o_w, mask=tile.m_t[None, :], other=0)
+    p_words += tile.o_row * WORDS
+    if p_words.dtype.element_ty.primitive_bitwidth < 32:
+        o_w = tile.o_t[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
+        return tl.load(p_words + o_w, mask=tile.m_t[None, :], other=0)
+    T: tl.constexpr = tile.o_t.shape[0]
+    SHAPE: tl.constexpr = [WORDS // 8, T // 8, 2, 4, 8]
+    o_n = tl.arange(0, T * WORDS)
+    o_t = o_n // 64 % (T // 8) * 8 + o_n // 8 % 4 * 2 + o_n // 32 % 2
+    m_t = tl.permute(tl.reshape(tile.m_t, [T // 8, 4, 2]), [0, 2, 1])[None, :, :, :, None]
+    p_words += o_t * WORDS + o_n // (8 * T) * 8 + o_n % 8
+    b_words = tl.reshape(tl.load(p_words, mask=tl.ravel(tl.broadcast_to(m_t, SHAPE)), other=0), SHAPE)
+    return tl.reshape(tl.permute(b_words, [0, 4, 1, 3, 2]), [WORDS, T])
 
 
 @triton.jit

@@ -109,6 +109,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_grid_pinpoints": [[56, 56]]},
     "longcat_flash": {"num_layers": 1},
     "mamba2": {"head_dim": 32},
+    "mistral3": {"text_config": {"sliding_window": 16}},
     "mistral_large4": {"text_config": {"kv_source_layers": [0, 1]}},
     "mllama": {
         "text_config": {"cross_attention_layers": [1]},

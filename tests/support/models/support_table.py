@@ -46,7 +46,7 @@ def sweep_lists() -> str:
     for case in CASES:
         found = verdict(case)
         reason, _, attention = found.reason.partition(" (it has ")
-        notes = ", ".join(filter(None, ["image" if found.images else "", attention.rstrip(")")]))
+        notes = ", ".join(filter(None, ["image" if found.images else "", attention.removesuffix(")")]))
         groups.setdefault((found.kind, reason), []).append(f"`{case}` ({notes})" if notes else f"`{case}`")
     lines, counts = [], []
     for kind, title in KINDS.items():
