@@ -64,7 +64,7 @@ def middle(b_scale, b_zero, BITS: tl.constexpr):
 
 @triton.jit
 def half_of_word(p_halves, tile, COUNT: tl.constexpr, AT: tl.constexpr):
-    """Number `AT` of a token's `COUNT`, `[T]`, out of words of 64 or 32 bits (see `codes.load_scales`): few loads."""
+    """Number `AT` of a token's `COUNT`, `[T]`, out of its words of 64 or 32 bits (see `codes.load_scales`)."""
     EACH: tl.constexpr = 4 if COUNT % 4 == 0 else 2
     p_words = p_halves.to(tl.pointer_type(tl.int64 if EACH == 4 else tl.int32), bitcast=True)
     p_words += tile.o_row * (COUNT // EACH) + AT // EACH
