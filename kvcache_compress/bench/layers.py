@@ -37,14 +37,11 @@ _UNIFORM = {"method": "turboquant", "bits": 4, "codebook": "uniform"}
 VARIANTS = {"uniform-4bit": {"keys": _UNIFORM, "values": _UNIFORM, "sink_tokens": 16, "recent_tokens": 64}}
 """Configurations measured in addition to the presets: uniform levels, which decode in fewer instructions."""
 
-_DENSE = {"method": "none"}
-NONE = {"keys": _DENSE, "values": _DENSE, "sink_tokens": 16, "recent_tokens": 64}
-"""Configuration `none`: uncompressed keys and values, to which the attention kernel attends like any others."""
-
 
 def named_config(name: str | dict[str, Any]) -> CompressionConfig:
-    """Config of one of `VARIANTS`, of `none`, or of anything that `load_config` takes."""
-    return load_config((VARIANTS | {"none": NONE}).get(name, name) if isinstance(name, str) else name)
+    """Config of one of `VARIANTS`, of `none` (keys and values stay as they are), or of what `load_config` takes."""
+    known: dict[str, Any] = VARIANTS | {"none": {"keys": "none", "values": "none"}}
+    return load_config(known.get(name, name) if isinstance(name, str) else name)
 
 
 def middle_layer(config: CompressionConfig) -> LayerPlan:

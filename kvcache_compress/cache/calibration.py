@@ -20,11 +20,7 @@ TOKENS, CONTEXT = 8192, 1024
 
 
 def calibrate_spectral(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: Sequence[str],
-    output: str | Path,
-    tokens: int = TOKENS,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Sequence[str], output: Path, tokens: int = TOKENS
 ) -> None:
     """Measure the statistics of `tokens` tokens of text and write them to a file.
 
@@ -34,7 +30,7 @@ def calibrate_spectral(
         ValueError: fused attention is impossible for the model, or it has no full-attention layer; the text cannot be
             read or is too short; keys or logits are not finite; or the output cannot be a file.
     """
-    check_output(Path(output))
+    check_output(output)
     config = model.config.get_text_config(decoder=True)
     windows, digest = read_windows(text, tokenizer, tokens, CONTEXT)
     enable_fused_attention(model)

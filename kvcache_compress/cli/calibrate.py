@@ -59,11 +59,7 @@ def calibrate(
             if method == "spectral":
                 calibrate_spectral(loaded, tokenizer, text, output, **chosen)
             else:
-                line = ProgressLine()
-                losses = calibrate_commvq(
-                    loaded, tokenizer, text, output, settings,
-                    report=lambda doing, done, total: line(done, total, doing),
-                )  # fmt: skip
+                losses = calibrate_commvq(loaded, tokenizer, text, output, settings, ProgressLine())
                 console.print(_loss_table(losses))
     minutes, size = (time.perf_counter() - started) / 60, output.stat().st_size / 2**20
     console.print(f"{output}: {size:.1f} MiB in {minutes:.1f} minutes", soft_wrap=True)

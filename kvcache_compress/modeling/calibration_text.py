@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcache_compress.files.text import read_text
 
-Report: TypeAlias = Callable[[str, int, int], None]
-"""Callback for progress: name of the work, steps done, steps in all."""
+Report: TypeAlias = Callable[[int, int, str], None]
+"""Callback for progress: steps done, steps in all, name of the work."""
 _MOST_CHARACTERS = 1 << 24
 """Most characters that are read of all files."""
 

@@ -79,13 +79,11 @@ def count(prediction: str, answer: str) -> float:
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """Score answers such as `Paragraph 7` by their number, with `count`."""
-    return count(prediction, _number(answer, "Paragraph "))
-
-
-def retrieval_zh(prediction: str, answer: str) -> float:
-    """Score answers such as `段落7` by their number, with `count`."""
-    return count(prediction, _number(answer, "段落"))
+    """Score answers such as `Paragraph 7` or `段落7` by their number, with `count`."""
+    match = re.search(r"(?:Paragraph |段落)(\d+)", answer)
+    if match is None:
+        raise ValueError(f"answer={answer!r}: must contain Paragraph N or 段落N")
+    return count(prediction, match.group(1))
 
 
 def code_similarity(prediction: str, answer: str) -> float:
@@ -102,7 +100,7 @@ def code_similarity(prediction: str, answer: str) -> float:
 METRICS: dict[str, Callable[..., float]] = {
     metric.__name__: metric
     for metric in (
-        qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, retrieval_zh, code_similarity,
+        qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, code_similarity,
     )
 }  # fmt: skip
 
@@ -145,13 +143,6 @@ def aggregate(scores: Mapping[str, float]) -> dict[str, float]:
 def _f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
     common = (Counter(predicted) & Counter(wanted)).total()
     return 2 * common / (len(predicted) + len(wanted)) if common else 0.0
-
-
-def _number(answer: str, prefix: str) -> str:
-    match = re.search(rf"{prefix}(\d+)", answer)
-    if match is None:
-        raise ValueError(f"answer={answer!r}: must contain {prefix}N")
-    return match.group(1)
 
 
 def _jieba() -> ModuleType:

@@ -148,7 +148,7 @@ class SpectralCodec(LinearCodec):
 
     def _measured(self, prompt: Prompt, rope: GroupRope | None, prior: Prior | None, quiet: bool = False) -> Statistics:
         costs = getattr(self.native, "attention_costs", attention_costs)
-        found = prompt_statistics(prompt, self.group, rope, prior, costs=costs, quiet=quiet)
+        found = prompt_statistics(prompt, self.group, rope, prior, costs, quiet)
         return _coded(found) | {"queried": found["queried"]}
 
     def set_statistics(self, statistics: Statistics) -> None:

@@ -10,7 +10,7 @@ import torch
 from kvcache_compress.codecs import base
 from kvcache_compress.codecs.base import Prompt
 
-from .moments import SAMPLED, Costs, GroupRope, KeyMoments, Window, attention_costs, table_of_mean
+from .moments import SAMPLED, Costs, GroupRope, KeyMoments, Window, table_of_mean
 from .transform import Moments, spectral_basis
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -45,13 +45,7 @@ class Prior(NamedTuple):
 
 
 def prompt_statistics(
-    prompt: Prompt,
-    group: int,
-    rope: GroupRope | None,
-    prior: Prior | None = None,
-    *,
-    costs: Costs = attention_costs,
-    quiet: bool = False,
+    prompt: Prompt, group: int, rope: GroupRope | None, prior: Prior | None, costs: Costs, quiet: bool
 ) -> dict[str, torch.Tensor]:
     """Measure a layer's `inverse` of the basis, `deviation`, `places`, `means` and `queried`; all float32.
 

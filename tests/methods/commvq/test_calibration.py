@@ -46,11 +46,11 @@ def text(tmp_path: Path) -> list[str]:
 
 
 def calibrate(
-    model: Any, text: list[str], output: Path, report: commvq.Report = lambda doing, done, total: None, **changes: Any
+    model: Any, text: list[str], output: Path, report: commvq.Report = lambda done, total, doing: None, **changes: Any
 ) -> None:
     """Run a calibration with short settings."""
     settings = commvq.CommVQSettings(**SETTINGS | changes)
-    commvq.calibrate_commvq(model, Letters([3]), text, output, settings, report=report)  # type: ignore[arg-type]
+    commvq.calibrate_commvq(model, Letters([3]), text, output, settings, report)  # type: ignore[arg-type]
 
 
 def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path)
     attention = model.model.layers[1].self_attn
     attention.k_proj.register_forward_hook(lambda module, given, output: projected.append(output[0]))
     attention.v_proj.register_forward_hook(lambda module, given, output: values.append(output[0]))
-    collect(model, windows, tmp_path, [1])
+    collect(model, windows, tmp_path, [1], lambda: None)
     real, imaginary = torch.cat(projected).view(-1, HEADS, HEAD_DIM).transpose(0, 1).chunk(2, -1)
     found = read_layer(tmp_path, 1, "keys", HEADS, HEAD_DIM).float()
     assert found.shape == (HEADS, 3 * CONTEXT, HEAD_DIM)
@@ -101,7 +101,7 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
     tables = additive.complex_tables(load_file(output)["keys.1.codebooks"][:, 0].float())
     windows, _ = read_windows(text, Letters([3]), 576, CONTEXT)  # type: ignore[arg-type]
     for kind, part in (("rounds", windows[:8]), ("held_out", windows[8:])):
-        collect(model, part, tmp_path / kind, [1])
+        collect(model, part, tmp_path / kind, [1], lambda: None)
         z = normalize(read_layer(tmp_path / kind, 1, "keys", HEADS, HEAD_DIM).float(), dim=-1)
         error = (z - additive.decode(additive.encode(z, tables), tables)).square().sum(-1).mean(-1)
         losses = read_codebooks(str(output)).header["losses"]["1"]["keys"][kind]

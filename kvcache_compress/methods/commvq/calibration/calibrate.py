@@ -82,10 +82,9 @@ def calibrate_commvq(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: Sequence[str],
-    output: str | Path,
-    settings: CommVQSettings | None = None,
-    *,
-    report: Report = lambda doing, done, total: None,
+    output: Path,
+    settings: CommVQSettings,
+    report: Report,
 ) -> dict[str, Any]:
     """Train codebooks for every full-attention layer with RoPE, and write them to `output`.
 
@@ -97,7 +96,6 @@ def calibrate_commvq(
             the output cannot be a file.
         OSError: a file cannot be written.
     """
-    settings, output = settings or CommVQSettings(), Path(output)
     check_output(output)
     config = model.config.get_text_config(decoder=True)
     layers = calibrated_layers(config)
@@ -130,8 +128,8 @@ def calibrate_commvq(
 def _counter(report: Report, doing: str, total: int) -> Callable[[], None]:
     """Count steps: each call reports one more."""
     done = count()
-    report(doing, next(done), total)
-    return lambda: report(doing, next(done), total)
+    report(next(done), total, doing)
+    return lambda: report(next(done), total, doing)
 
 
 def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

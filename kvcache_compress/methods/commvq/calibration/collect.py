@@ -20,11 +20,7 @@ def _layer_file(folder: Path, layer: int, side: Side) -> Path:
 
 @torch.inference_mode()
 def collect(
-    model: PreTrainedModel,
-    windows: torch.Tensor,
-    folder: Path,
-    layers: Sequence[int],
-    on_window: Callable[[], None] = lambda: None,
+    model: PreTrainedModel, windows: torch.Tensor, folder: Path, layers: Sequence[int], on_window: Callable[[], None]
 ) -> None:
     """Run `windows` `[W, T]` through the model, without its head, and write keys and values of `layers` to files.
 

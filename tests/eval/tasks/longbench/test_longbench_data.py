@@ -188,8 +188,8 @@ WORDS = [f"w{index}" for index in range(1200)]
         ("count", "seven", "7", 0.0),
         ("retrieval", "Paragraph 12", "Paragraph 12", 1.0),
         ("retrieval", "1 and 12", "Paragraph 12", 0.5),
-        ("retrieval_zh", "段落3", "段落3", 1.0),
-        ("retrieval_zh", "段落33", "段落3", 0.0),
+        ("retrieval", "段落3", "段落3", 1.0),
+        ("retrieval", "段落33", "段落3", 0.0),
         ("code_similarity", "\n\nreturn x\nmore", "return x", 1.0),
         ("code_similarity", "```python\n# a comment\n// another\nreturn x\n```", "return x", 1.0),
         ("code_similarity", "abcd", "abcx", 0.75),  # of 8 characters, 6 are common
