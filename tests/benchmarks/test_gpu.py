@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_a_run_and_another_that_goes_on(tmp_path: Path, capsys: Any, monkeypatch
     arguments = ["--small", "--output", str(output), "--preset", "uniform-4bit"]
     gpu.main([*arguments, "--minutes", "60", "--row-seconds", "900"])
     run, *rows = map(json.loads, output.read_text().splitlines())
-    assert run["run"]["versions"]["torch"] == torch.__version__
+    assert run["run"]["versions"]["torch"] == version("torch")
     assert not [row for row in rows if "error" in row]
     models = [("model", name, loop) for loop in ("graph", "eager") for name in ("full", "uniform-4bit")]
     assert [(row["part"], row["cache"], row["variant"]) for row in rows] == [
