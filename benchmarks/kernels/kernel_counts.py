@@ -7,10 +7,10 @@
 Triton compiles the kernels of a decode step for sm_90, and the tests' emulator (`tests/support/ptx`) executes the PTX.
 The step has one query, 4 query heads per key head, a head dimension of 128, and bfloat16. Kernels whose work grows with
 the packed tokens run twice, over different numbers of them in one split. The difference per token leaves out what a
-launch does only once. Other kernels are counted per launch, and only the results file has them.
+launch does only once. Other kernels are counted per launch, for the results file alone.
 
 The worst places are lines of Triton whose accesses need more global-memory sectors, or more shared-memory wavefronts,
-than necessary. They are printed, and stored in the results file.
+than necessary. They are printed and stored.
 """
 
 import json
@@ -157,10 +157,10 @@ def load() -> Table:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"Which to measure, of {', '.join(PRESETS)}.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PRESETS)}; writes nothing.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Measure nothing; print the committed counts.")] = False,
 ) -> None:
-    """Count instructions and memory accesses of attention's kernels; print a table, and write all presets' results."""
+    """Count instructions and memory accesses of attention's kernels; print a table and, without --only, write them."""
     if table:
         print(markdown(load()))
         return

@@ -39,7 +39,7 @@ VARIANTS = {"uniform-4bit": {"keys": _UNIFORM, "values": _UNIFORM, "sink_tokens"
 
 
 def named_config(name: str | dict[str, Any]) -> CompressionConfig:
-    """Config of one of `VARIANTS`, of `none` (keys and values stay as they are), or of what `load_config` takes."""
+    """Config of one of `VARIANTS`, of `none` (our kernels over uncompressed tokens), or of what `load_config` takes."""
     known: dict[str, Any] = VARIANTS | {"none": {"keys": "none", "values": "none"}}
     return load_config(known.get(name, name) if isinstance(name, str) else name)
 

@@ -99,10 +99,8 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 METRICS: dict[str, Callable[..., float]] = {
     metric.__name__: metric
-    for metric in (
-        qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, code_similarity,
-    )
-}  # fmt: skip
+    for metric in (qa_f1, qa_f1_zh, rouge_l, rouge_l_zh, classification, count, retrieval, code_similarity)
+}
 
 
 def best_score(metric: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:

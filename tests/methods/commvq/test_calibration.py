@@ -45,12 +45,11 @@ def text(tmp_path: Path) -> list[str]:
     return [str(path)]
 
 
-def calibrate(
-    model: Any, text: list[str], output: Path, report: commvq.Report = lambda done, total, doing: None, **changes: Any
-) -> None:
+def calibrate(model: Any, text: list[str], output: Path, **changes: Any) -> None:
     """Run a calibration with short settings."""
     settings = commvq.CommVQSettings(**SETTINGS | changes)
-    commvq.calibrate_commvq(model, Letters([3]), text, output, settings, report)  # type: ignore[arg-type]
+    tokenizer: Any = Letters([3])
+    commvq.calibrate_commvq(model, tokenizer, text, output, settings, lambda done, total, doing: None)
 
 
 def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def calibrate_commvq(
 ) -> dict[str, Any]:
     """Train codebooks for every full-attention layer with RoPE, and write them to `output`.
 
-    The keys and values of the text lie in a temporary folder beside the output. Returns the losses by layer, as in the
-    file (see `train_side`).
+    The keys and values of the text lie in a temporary folder beside the output. `report` is called after each step.
+    Returns the losses by layer, as in the file (see `train_side`).
 
     Raises:
         ValueError: CommVQ does not support the model, the text cannot be read or is too short, keys are not finite, or
@@ -145,7 +145,7 @@ def train_side(
     side: Side,
     layer: int,
     settings: CommVQSettings,
-    on_step: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Train one side of a layer on states `[H, tokens, head_dim]`, keys before RoPE with pairs interleaved.
 
