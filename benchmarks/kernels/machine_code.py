@@ -153,10 +153,12 @@ KNOWN_STACK = {
     "turboquant-2bit: step_kernel": 32,
     "qjl-3bit: step_kernel": 32,
     "spectral-2bit: step_kernel": 8,
+    "spectral-2bit, 16 queries: attend_kernel": 16,
 }
 """Known stack bytes of a kernel; more of them fail.
 
-Steps keep up to eight numbers there while they encode (sm_80), the encoder only an address. The rest is unexamined."""
+Steps keep up to eight numbers there while they encode (sm_80), the encoder only an address. Attention of 16 masked
+queries reads one number per tile from there (sm_100). The rest is unexamined."""
 
 
 class Figures(NamedTuple):
