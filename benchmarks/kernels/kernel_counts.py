@@ -157,7 +157,7 @@ def load() -> Table:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PRESETS)}; writes nothing.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Some of {', '.join(PRESETS)}; nothing is written.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Measure nothing; print the committed counts.")] = False,
 ) -> None:
     """Count instructions and memory accesses of attention's kernels; print a table and, without --only, write them."""

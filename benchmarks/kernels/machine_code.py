@@ -158,7 +158,7 @@ KNOWN_STACK = {
 """Known stack bytes of a kernel; more of them fail.
 
 Steps keep up to eight numbers there while they encode (sm_80), the encoder only an address. Attention of 16 masked
-queries reads one number per tile from there (sm_100). The rest is unexamined."""
+queries to spectral keys reads one number per tile (sm_100). The rest is unexamined."""
 
 
 class Figures(NamedTuple):
